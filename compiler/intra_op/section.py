@@ -218,6 +218,8 @@ class StageContext:
     microbatches: int
     restriction: Restriction = NO_RESTRICTION
     recompute: Recompute = NOTHING
+    #: False: ops and weights keep the choices of the cost tables.
+    is_free: bool = True
 
 
 def build_section(

@@ -266,7 +266,7 @@ def solve_stage(
     nodes = graph.by_name()
     composed = section(_labels_without_shared_weights(labels, graph, layering, layers))
     best = composed, stage.solve(composed)
-    if len(composed.names) <= FREE_SOLVE_OPERATORS and pricer.num_devices > 1:
+    if context.is_free and len(composed.names) <= FREE_SOLVE_OPERATORS and pricer.num_devices > 1:
         best = stage.improve(best, section(None))
     elif any(what == "layers" for what, _ in _messages_of_choice(pricer, *best)):
         ops = {name: text for name, text in labels.items() if nodes[name].op != "placeholder"}
@@ -313,7 +313,8 @@ class _Stage:
         def offer(without: Sequence[_Message]) -> bool:
             """Solve without these messages, and return whether the choice is better than all before."""
             best = min(prices)
-            chosen = self._solve_without(free, without, self._transient(*first))
+            beat_s = best[1] if best[0] <= 0.0 else np.inf
+            chosen = self._solve_without(free, without, self._transient(*first), beat_s)
             if chosen is None:
                 return False
             candidates.append((free, chosen))
@@ -338,9 +339,11 @@ class _Stage:
                 return candidates[prices.index(min(prices))]
             banned.append(better[-1])
 
-    def _solve_without(self, section: Section, without: Sequence[_Message], held: float) -> tuple[int, ...] | None:
-        """The fastest choice by the problem that sends none of this; None if none fits, or none was found in time.
-        held: bytes beside those of the problem."""
+    def _solve_without(
+        self, section: Section, without: Sequence[_Message], held: float, beat_s: float = np.inf
+    ) -> tuple[int, ...] | None:
+        """The fastest choice by the problem that sends none of this, or any that fits if none is faster than
+        ``beat_s``; None if none fits, or none was found in time. held: bytes beside those of the problem."""
         alive = [
             np.array([k for k, one in enumerate(choices) if _message_of(self.context.pricer, one) not in without])
             for choices in section.choices
@@ -351,7 +354,7 @@ class _Stage:
         gap = LARGE_STAGE_GAP if len(section.names) > LARGE_STAGE_OPERATORS else TOLERANCE
         restricted = restrict(problem, alive) if without else problem
         try:
-            solution = solve(restricted, self.limit_bytes - held, FREE_SOLVE_S, near=gap)
+            solution = solve(restricted, self.limit_bytes - held, FREE_SOLVE_S, near=gap, beat_s=beat_s)
         except TimeoutError:  # too wide for elimination, and the integer program found nothing in time
             return None
         if isinstance(solution, InfeasibleAssignment):

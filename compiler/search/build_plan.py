@@ -45,6 +45,9 @@ __all__ = [
 ]  # fmt: skip
 
 
+#: equal stages that are solved freely; more of them, which hold other numbers of microbatches, keep the tables' choices
+MAX_FREE_TWINS = 2
+
 #: everything that stages have in common → (first layer, bytes that it may hold, solved stage) of those that were solved
 BuiltStages = dict[tuple[Any, ...], list[tuple[int, float, SolvedStage]]]
 
@@ -191,17 +194,19 @@ def _assembled(
             parts.append(min(fitting, key=lambda one: one.prediction.forward_s + one.prediction.backward_s))
             continue
         by_layer = _modes(search, row, modes, first, best.schedule)
+        is_free = len(twins) < MAX_FREE_TWINS
         question = (
             *(first, end, offset, shape, row.submesh.roles, m, flight, ways, states[0], states[-1], best.schedule),
-            *(tuple(by_layer.items()), frozenset(labels.items())),
+            *(tuple(by_layer.items()), frozenset(labels.items()), is_free),
         )
         answers = search.solved_stages.setdefault(question, [])
         found = _answer(answers, limit)
         if found is None:
             pricer = search.pricer(offset, shape)
             recompute = recompute_of(graph, search.layering, by_layer, best.schedule)
+            restriction = search.restriction(row.submesh.roles)
             found = solve_stage(
-                StageContext(graph, search.layering, pricer, m, search.restriction(row.submesh.roles), recompute),
+                StageContext(graph, search.layering, pricer, m, restriction, recompute, is_free),
                 (first, end),
                 (states[0], states[-1]),
                 labels,

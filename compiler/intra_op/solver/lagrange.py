@@ -41,12 +41,14 @@ def solve(
     time_limit_s: float | None = None,
     max_table: int = 20_000_000,
     near: float = TOLERANCE,
+    beat_s: float = math.inf,
 ) -> Solution | InfeasibleAssignment:
     """The optimum within ``limit_bytes``: by elimination if that fits, else by Lagrange and, for the gap left, the ILP.
 
-    near: how far above Lagrange's bound, relatively, its choice may be to stand without the ILP. bound: the larger of
-    both methods' bounds. The time limit is given to the ILP; eliminations before it are not cut
-    short. TimeoutError as in ``solve_ilp``, which is also what graphs too wide for elimination fall back to.
+    near: how far above Lagrange's bound, relatively, its choice may be to stand without the ILP. beat_s: where nothing
+    is faster than this, any choice that fits will do. bound: the larger of both methods' bounds. The time limit is
+    given to the ILP; eliminations before it are not cut short. TimeoutError as in ``solve_ilp``, which is also what
+    graphs too wide for elimination fall back to.
     """
     start = time.perf_counter()
     problem.check()
@@ -78,6 +80,8 @@ def solve(
         if best_s <= bound * (1 + near):
             solution = optimal(hint)
             return solution if best_s <= bound * (1 + TOLERANCE) else replace(solution, bound=bound, stop_reason="near")
+        if bound >= beat_s:
+            return replace(optimal(hint), bound=bound, stop_reason="beaten")
         stop = math.inf if time_limit_s is None else start + time_limit_s
         alive = _may_be_optimal(small, limit_bytes, byte_weight, best_s, stop, max_table)
     except TooWide:

@@ -96,8 +96,8 @@ class Problem:
 class Solution:
     """An assignment that fits. bound: a proven lower bound of the optimum's seconds;
 
-    stop_reason: "optimal", "near" (as near to the bound as was asked for), "time limit", or "numerical trouble" where
-    the solver's tolerances left the bound open.
+    stop_reason: "optimal", "near" (as near to the bound as was asked for), "beaten" (nothing is as fast as was asked
+    for), "time limit", or "numerical trouble" where the solver's tolerances left the bound open.
     """
 
     choice: tuple[int, ...]
