@@ -42,15 +42,20 @@ def with_stage_memories(graph: Graph, plan: Plan, workers: int = 1) -> Plan:
     """Return ``plan`` with the memory of every stage's prediction from ``stage_memories`` ("framework" stays).
     workers: number of processes.
 
-    Raises StageError for a stage whose program fails: training would fail there, too.
+    A stage with an op that PyTorch cannot run without data (it has no meta kernel) keeps its estimate from the rules,
+    and the plan gets a note. Raises StageError for a stage whose program fails: training would fail there, too.
     """
-    stages = list(plan.prediction.stages)
+    stages, notes = list(plan.prediction.stages), list(plan.prediction.notes)
     for index, memory in enumerate(stage_memories(graph, plan, workers)):
+        if isinstance(memory, NotImplementedError):
+            op = str(memory).split(": ")[0].strip()
+            notes.append(f"memory of stage {index} is estimated op by op: PyTorch cannot run {op} without data")
+            continue
         if isinstance(memory, Exception):
             raise StageError(index, memory) from memory
         framework = stages[index].memory_bytes.get("framework", 0.0)
         stages[index] = replace(stages[index], memory_bytes={**memory, "framework": framework})
-    return replace(plan, prediction=replace(plan.prediction, stages=tuple(stages)))
+    return replace(plan, prediction=replace(plan.prediction, stages=tuple(stages), notes=tuple(notes)))
 
 
 def stage_memories(graph: Graph, plan: Plan, workers: int = 1) -> list[Bytes | Exception]:

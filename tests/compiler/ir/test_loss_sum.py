@@ -238,7 +238,7 @@ def train(case: str) -> tuple[list[float], dict[str, Tensor], list[int], Any, fl
         state, counts, evaluated = parallel.full_state_dict(), dict(session.counts), None
         sums.append(0)
         if session.plan.microbatches == 1:
-            evaluated = float(session.forward(parallel._flat((x,), {}, y), session.plan, session.programs)["loss"])
+            evaluated = float(session.forward(parallel._flat((x,), {}, y)[0], session.plan, session.programs)["loss"])
         try:
             parallel.train_step(torch.full_like(x, math.inf), targets=y)
             told = False
