@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from meshwright.compiler.errors import CaptureError
 from meshwright.compiler.frontend.capture import capture
@@ -110,6 +111,22 @@ def test_ops_of_a_wrapped_model_have_the_lines_of_the_model() -> None:
     of_library = [line for line in lines if line.startswith("transformers/models/bert/modeling_bert.py:")]
     assert len(of_library) > 0.8 * len(lines)
     assert lines[-1] == f"tests/compiler/frontend/test_source_errors.py:{CALL}"
+
+
+def test_tensor_lengths_of_ctc_are_the_cause() -> None:
+    class Speech(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(3, 5)
+
+        def forward(self, x: Tensor, y: Tensor, frames: Tensor, letters: Tensor) -> Tensor:
+            y = y.flatten()  # of all samples in one row, which ``ir.ops.ctc`` leaves to PyTorch
+            return F.ctc_loss(self.last(x).log_softmax(-1).transpose(0, 1), y, frames, letters)
+
+    lengths = torch.full((BATCH,), LENGTH), torch.full((BATCH,), 3)
+    inputs = torch.randn(BATCH, LENGTH, 3), torch.ones(BATCH, 3, dtype=torch.int64), *lengths
+    with pytest.raises(CaptureError, match=r"test_source_errors.py:\d+: `return F\.ctc_loss.*lengths of `ctc_loss`"):
+        capture(Speech(), inputs)
 
 
 @pytest.mark.parametrize("training", [True, False])

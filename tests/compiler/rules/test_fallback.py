@@ -34,6 +34,7 @@ SPLIT = {
         ["in0d1"],
     ),
     "inverses": ((aten.linalg_inv.default, f(4, 6, 6)), ["in0d0"]),
+    "an integer of a batch": ((aten.bucketize.Tensor, f(4, 8), torch.arange(3.0)), ["in0d0", "in0d1"]),
     "a batch of two": ((aten.linalg_inv.default, f(2, 6, 6)), ["in0d0"]),
     "lists of tensors": ((aten.meshgrid.indexing, [f(4), f(8)]), ["in0d0", "in1d0"]),
     "shuffled pixels": ((aten.pixel_shuffle.default, f(4, 16, 4, 4), 2), ["in0d0", "in0d2", "in0d3"]),
