@@ -19,6 +19,7 @@ runs ahead, four at the most.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -47,8 +48,8 @@ def with_stage_memories(graph: Graph, plan: Plan, workers: int = 1) -> Plan:
     """
     stages, notes = list(plan.prediction.stages), list(plan.prediction.notes)
     for index, memory in enumerate(stage_memories(graph, plan, workers)):
-        if isinstance(memory, NotImplementedError):
-            op = str(memory).split(": ")[0].strip()
+        if isinstance(memory, NotImplementedError) and "Meta" in str(memory):
+            op = (re.search(r"\w+::[\w.]+", str(memory)) or ["an op"])[0]
             notes.append(f"memory of stage {index} is estimated op by op: PyTorch cannot run {op} without data")
             continue
         if isinstance(memory, Exception):

@@ -121,14 +121,12 @@ def batch_split(
     args: of a call, with its type for every tensor. operands_of: tensors of a trial by seed and whether they are in
     float64.
     """
+    places = tuple(i for i, x in enumerate(args) if isinstance(x, TensorType))
+    given = tuple(None if isinstance(x, TensorType) else x for x in args)
+    call = functools.partial(_call, target, given, places)
     for wide in (True, False):
         try:
-            trials = []
-            for seed in seeds:
-                places = tuple(i for i, x in enumerate(args) if isinstance(x, TensorType))
-                given = tuple(None if isinstance(x, TensorType) else x for x in args)
-                call = functools.partial(_call, target, given, places)
-                trials.append(Trial(call, operands_of(seed, wide), seed, noise=MODULE_NOISE))
+            trials = [Trial(call, operands_of(seed, wide), seed, noise=MODULE_NOISE) for seed in seeds]
         except Exception:  # the user's code, in a dtype that it was not written for
             continue
         if all(trial.is_finite() and trial.repeats() for trial in trials):

@@ -161,23 +161,24 @@ class Trial:
 
     def gives(self, split: Split) -> bool:
         """True if the outputs, not looking at gradients, are placed as the split says."""
-        cut = tuple(value for value, _ in split.inputs)
-        for parts in TRIAL_PARTS:
-            dealt = [_deal(x, placement, parts) for x, placement in zip(self.operands, cut, strict=True)]
-            pieces = [self._forward([x[i] for x in dealt])[1] for i in range(parts)]
-            for k, (whole, (value, _)) in enumerate(zip(self.outputs, split.outputs, strict=True)):
-                if _placement([part[k].detach() for part in pieces], whole, self.rtol) != value:
-                    return False
-        return True
+        cut, values = tuple(value for value, _ in split.inputs), [value for value, _ in split.outputs]
+        return all(self._outputs_of(self._dealt(cut, parts)) == values for parts in TRIAL_PARTS)
+
+    def _dealt(self, cut: tuple[Placement, ...], parts: int) -> list[list[Tensor]]:
+        """The operands of each part."""
+        dealt = [_deal(x, placement, parts) for x, placement in zip(self.operands, cut, strict=True)]
+        return [[x[i] for x in dealt] for i in range(parts)]
+
+    def _outputs_of(self, dealt: Sequence[Sequence[Tensor]]) -> list[Placement | None]:
+        """The placements of the outputs that the parts give; None for one that they do not make up."""
+        pieces = [self._forward(operands)[1] for operands in dealt]
+        return [_placement([part[k].detach() for part in pieces], y, self.rtol) for k, y in enumerate(self.outputs)]
 
     def split(self, cut: tuple[Placement, ...], parts: int) -> Split | None:
         """The placements of outputs and gradients if the operands are cut so; None if the parts do not add up."""
-        dealt = [_deal(x, placement, parts) for x, placement in zip(self.operands, cut, strict=True)]
+        dealt = self._dealt(cut, parts)
         try:
-            alone = [self._forward([x[i] for x in dealt])[1] for i in range(parts)]
-            outputs = [
-                _placement([part[k].detach() for part in alone], y, self.rtol) for k, y in enumerate(self.outputs)
-            ]
+            outputs = self._outputs_of(dealt)
             if not any(placement is not None and placement != R for placement in outputs) or None in outputs:
                 return None
             if any(placement == R and _is_zero(y, 0.0) for placement, y in zip(outputs, self.outputs, strict=True)):
@@ -187,7 +188,7 @@ class Trial:
                 for g, placement in zip(self.cotangents, outputs)
                 if placement is not None
             ]
-            runs = [self.run([x[i] for x in dealt], [g[i] for g in cotangents])[1] for i in range(parts)]
+            runs = [self.run(dealt[i], [g[i] for g in cotangents])[1] for i in range(parts)]
         except Exception:  # the user's code, on parts that it was not written for
             return None
         inputs: list[AxisPair] = []

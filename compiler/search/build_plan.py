@@ -200,12 +200,12 @@ def _assembled(
             *(tuple(by_layer.items()), frozenset(labels.items()), is_free),
         )
         answers = search.solved_stages.setdefault(question, [])
-        found = _answer(answers, limit)
-        if found is None:
+        part = _answer(answers, limit)
+        if part is None:
             pricer = search.pricer(offset, shape)
             recompute = recompute_of(graph, search.layering, by_layer, best.schedule)
             restriction = search.restriction(row.submesh.roles)
-            found = solve_stage(
+            part = solve_stage(
                 StageContext(graph, search.layering, pricer, m, restriction, recompute, is_free),
                 (first, end),
                 (states[0], states[-1]),
@@ -215,8 +215,7 @@ def _assembled(
                 FRAMEWORK_BYTES[cluster.device(offset).kind],
                 wire,
             )
-            answers.append((limit, found))
-        part = found
+            answers.append((limit, part))
         known.setdefault(key, []).append((first, limit, part))
         parts.append(part)
         search.progress("refine", (index + 1) / len(home))

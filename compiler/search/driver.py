@@ -256,7 +256,6 @@ def _pure_plan(search: SearchState, strategy: Strategy) -> PurePlan:
         pure_task=None,
         memory_corrections={},
         solved_stages={},
-        pricers={},
     )
     try:
         plans, error = search_plans(inner)
