@@ -13,7 +13,7 @@ from meshwright.compiler.errors import InfeasibleError
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.ir.graph import Graph
 from meshwright.compiler.search import regular
-from meshwright.compiler.search.build_plan import build_plan
+from meshwright.compiler.search.build_plan import build_plan, estimated_bytes, stage_limits
 from meshwright.compiler.search.driver import start_search, without_gc
 from meshwright.compiler.search.lower_bounds import SearchBounds
 from meshwright.compiler.search.parallel_shape import parse_strategy
@@ -187,6 +187,18 @@ def test_the_clock_of_tied_weights_is_that_of_the_simulation(cluster, schedule, 
         assert clock_s == pytest.approx(step_s, rel=0.02), case
     two = sorted(zip(steps, clocks))[:2]
     assert two[0][1] <= two[1][1] * (1 + 1e-9) or two[0][0] >= two[1][0] * (1 - 1e-3)
+
+
+@pytest.mark.parametrize(("schedule", "stages", "mib"), [("zb-v", 4, 150), ("interleaved", 2, 140)])
+def test_virtual_stages_are_built_within_the_memory_of_their_group(graph, schedule, stages, mib):
+    """Each for the microbatches that it holds when its group holds most, and copied only to where it fits."""
+    search = begun(graph, limited(mib), schedule, constraints=f"stages = {stages}", microbatches=16)
+    with without_gc():
+        plans = [build_plan(search, one) for one in RegularSearch(search).explore(inf)[:3]]
+    assert plans
+    for plan in plans:
+        held = [estimated_bytes(stage) for stage in plan.prediction.stages]
+        assert all(size <= limit for size, limit in zip(held, stage_limits(search, plan)))
 
 
 def test_tied_weights_count_on_the_clock():
