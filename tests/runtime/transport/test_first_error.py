@@ -1,9 +1,11 @@
-"""What ranks under torchrun print when one of them fails: one block for the first error, one line from each other."""
+"""What ranks print when one of them fails: one block for the first error, one line from each other."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -55,14 +57,26 @@ CASES = {
 }  # fmt: skip
 
 
+def start(script: Path, case: str) -> subprocess.Popen[str]:
+    """Both ranks of ``script``. torchrun starts them where all ranks know the error; where they find out one after
+    another its agent would end the second as soon as it sees the first one's end, so a shell starts them."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MESHWRIGHT_SHARED_MEMORY": "0"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, str(script), case]
+    if case != "capture":
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            environment |= {"MASTER_PORT": str(free.getsockname()[1])}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        rank = f"{shlex.quote(sys.executable)} {shlex.quote(str(script))} {case}"
+        command = ["sh", "-c", f"RANK=0 LOCAL_RANK=0 {rank} & RANK=1 LOCAL_RANK=1 {rank}; ended=$?; wait; exit $ended"]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
 def test_the_first_error_is_one_block_and_one_line_elsewhere(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MESHWRIGHT_SHARED_MEMORY": "0"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    runs = {
-        case: subprocess.Popen([*command, case], env=environment, stderr=subprocess.PIPE, text=True) for case in CASES
-    }
+    runs = {case: start(script, case) for case in CASES}
     for case, run in runs.items():
         _, printed = run.communicate(timeout=120)
         assert run.returncode != 0, case
