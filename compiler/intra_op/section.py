@@ -24,6 +24,7 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 from torch.fx import Node
@@ -145,12 +146,16 @@ class Section:
     #: The same of the copies that edges make.
     edge_transient: tuple[np.ndarray, ...] = ()
 
+    @cached_property
+    def _labels(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(tuple(map(label, choices)) for choices in self.choices)
+
     def problem(self, in_flight: float) -> Problem:
         """The problem whose bytes count ``in_flight`` microbatches."""
         operators = tuple(
-            Operator(f"{kind}:{name}", tuple(label(c) for c in choices), s, r + in_flight * k)
-            for name, kind, choices, s, r, k in zip(
-                self.names, self.kinds, self.choices, self.seconds, self.resident, self.saved
+            Operator(f"{kind}:{name}", labels, s, r + in_flight * k)
+            for name, kind, labels, s, r, k in zip(
+                self.names, self.kinds, self._labels, self.seconds, self.resident, self.saved
             )
         )
         edges = tuple(

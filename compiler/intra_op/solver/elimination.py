@@ -23,11 +23,13 @@ problem is a batch of one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from .elimination_order import Limits, plan_elimination
+from .elimination_order import Limits, Recipe, plan_elimination
 from .problem import Problem, simplify, weighted
 from .vectorised_elimination import EliminatedRows, follow
 from .vectorised_presolve import TensorEdges
@@ -80,7 +82,33 @@ def eliminate(
     small, original = simplify(weighted(problem, byte_weight), frozenset(keep))
     tables = [edge.seconds[..., None] for edge in small.edges]
     links = [TensorEdges.of(e.producer, e.source, e.consumers, [t]) for e, t in zip(small.edges, tables)]
-    alive = [np.arange(len(op.labels)) for op in small.operators]
-    recipe = plan_elimination(alive, links, keep, Limits(max_table))
+    sizes = tuple(len(op.labels) for op in small.operators)
+    recipe = _recipe(_Structure.of(sizes, links, keep, max_table))
     row = follow(recipe, [op.seconds[:, None] for op in small.operators], tables)
     return ReducedTable(tuple(keep), row.cost[..., 0], byte_weight, row, tuple(original))
+
+
+@dataclass(frozen=True)
+class _Structure:
+    """All that the order of an elimination follows from: problems that differ in prices only have equal ones."""
+
+    sizes: tuple[int, ...]
+    ends: tuple[Any, ...]
+    keep: tuple[int, ...]
+    max_table: int
+    links: Sequence[TensorEdges] = field(compare=False)
+
+    @staticmethod
+    def of(sizes: tuple[int, ...], links: Sequence[TensorEdges], keep: Sequence[int], max_table: int) -> _Structure:
+        """That of a simplified problem."""
+        ends = tuple(
+            (e.producer, e.source.tobytes(), tuple((k, to.tobytes()) for k, to in e.consumers), e.free().tobytes())
+            for e in links
+        )
+        return _Structure(sizes, ends, tuple(keep), max_table, links)
+
+
+@lru_cache(maxsize=256)
+def _recipe(structure: _Structure) -> Recipe:
+    alive = [np.arange(size) for size in structure.sizes]
+    return plan_elimination(alive, structure.links, structure.keep, Limits(structure.max_table))
