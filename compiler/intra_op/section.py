@@ -376,7 +376,8 @@ class _Builder:
         if self.restriction.executable_only:
             choices = [c for c in choices if c.executable] or mesh_choices(node, self.mesh, 1)
         choices = [c for c in choices if self.restriction.splits(node.name, c.labels)] or choices[:1]
-        allowed = [c for c in choices if self._allowed(node, c)] or choices[:1]
+        operands = tensor_operands(node)
+        allowed = [c for c in choices if self._allowed(node, operands, c)] or choices[:1]
         # repeating heavy work on several devices is worse than leaving them idle
         if rule_for(node).cost_kind in SPLITTABLE_KINDS:
             for axis in range(len(self.mesh)):
@@ -386,11 +387,16 @@ class _Builder:
                     allowed = [c for c in allowed if cuts_weights(node, c, axis)] or allowed
         return allowed
 
-    def _allowed(self, node: Node, choice: MeshChoice) -> bool:
+    def _allowed(self, node: Node, operands: Sequence[Node], choice: MeshChoice) -> bool:
+        """True if the choice keeps to the roles of the axes."""
+        if not any(self.restriction.roles):
+            return True
+        tensors = [((operand.name, 0), pair) for operand, pair in zip(operands, choice.inputs)]
+        tensors += [((node.name, k), pair) for k, pair in enumerate(choice.outputs)]
         for axis, role in enumerate(self.restriction.roles):
             if role is None:
                 continue
-            for tensor, pair in self._placed(node, choice):
+            for tensor, pair in tensors:
                 batch = self.layering.batch_dims[tensor[0]][tensor[1]]
                 if batch is None or tensor[0] in self.layering.static:
                     continue
@@ -398,14 +404,6 @@ class _Builder:
                 if cut != (role == "data"):
                     return False
         return True
-
-    @staticmethod
-    def _placed(node: Node, choice: MeshChoice) -> list[tuple[tuple[str, int], Pair]]:
-        tensors: list[tuple[tuple[str, int], Pair]] = []
-        for operand, pair in zip(tensor_operands(node), choice.inputs):
-            tensors.append(((operand.name, 0), pair))
-        tensors += [((node.name, k), pair) for k, pair in enumerate(choice.outputs)]
-        return tensors
 
     def _add_op(self, node: Node, choices: list[MeshChoice]) -> int:
         # a static op runs once per stage however many layers use it, so no layer pays for it; ``stage`` does, once
@@ -419,7 +417,8 @@ class _Builder:
             allowed = 0.01 * self.layering.total_flops * self.graph.batch / self.layering.batch
             seconds[[price.wasted_flops > allowed for price in prices]] = np.inf
         if node.name in self.restriction.split:
-            fits = [self.restriction.splits(node.name, c.labels) and self._allowed(node, c) for c in choices]
+            operands = tensor_operands(node)
+            fits = [self.restriction.splits(node.name, c.labels) and self._allowed(node, operands, c) for c in choices]
             seconds[~np.array(fits)] = np.inf
         if independent := self.restriction.independent_axes:
             seconds[[sends_over(node, c, independent, self.grad) for c in choices]] = np.inf

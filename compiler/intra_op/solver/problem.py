@@ -248,21 +248,26 @@ def simplify(problem: Problem, frozen: Collection[int] = ()) -> tuple[Problem, l
 
     for i, s in enumerate(seconds):
         keep(i, np.isfinite(s))
-    changed = True
+    ends = [{e.producer, *(k for k, _ in e.consumers)} for e in open_edges]
+    changed = set(range(len(alive)))  # operators that lost choices in the round before
     while changed:
-        changed = False
+        before = [len(idx) for idx in alive]
         for e in open_edges:
-            changed |= _drop_impossible(e, alive, keep)
-        open_edges = [_merge_states(e, alive) for e in open_edges]
+            _drop_impossible(e, alive, keep)
+        changed |= {i for i, size in enumerate(before) if len(alive[i]) < size}
+        open_edges = [_merge_states(e, alive) if near & changed else e for e, near in zip(open_edges, ends)]
         states: list[list[np.ndarray]] = [[] for _ in alive]
         for e in open_edges:
             states[e.producer].append(e.source)
             for k, target in e.consumers:
                 states[k].append(target)
-        for i, idx in enumerate(alive):
-            if len(idx) > 1 and i not in frozen:
+        touched = set().union(*(near for near in ends if near & changed)) | changed
+        changed = set()
+        for i in sorted(touched - set(frozen)):
+            if len(idx := alive[i]) > 1:
                 mask = _undominated([state[idx] for state in states[i]], seconds[i][idx], num_bytes[i][idx])
-                changed |= keep(i, mask)
+                if keep(i, mask):
+                    changed.add(i)
     operators = tuple(replace(op, seconds=s, bytes=b) for op, s, b in zip(problem.operators, seconds, num_bytes))
     edges = tuple(e for e in open_edges if e.seconds.any() or e.bytes.any())
     return restrict(Problem(operators, edges), alive), alive
@@ -299,8 +304,8 @@ def _drop_impossible(e: Edge, alive: list[np.ndarray], keep: Callable[[int, np.n
 
 def _merge_states(e: Edge, alive: list[np.ndarray]) -> Edge:
     """Only states in use, equal rows merged; equal columns too where nobody shares, else just those that are free."""
-    used_source = np.unique(e.source[alive[e.producer]])
-    used_target = np.unique(np.concatenate([target[alive[k]] for k, target in e.consumers]))
+    used_source = np.flatnonzero(np.bincount(e.source[alive[e.producer]]))
+    used_target = np.flatnonzero(np.bincount(np.concatenate([target[alive[k]] for k, target in e.consumers])))
     both = np.stack([e.seconds, e.bytes])[:, used_source][:, :, used_target]
     columns: dict[bytes, int] = {}
     target_of = np.zeros(e.seconds.shape[1], dtype=np.int64)
