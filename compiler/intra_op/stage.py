@@ -264,8 +264,12 @@ def solve_stage(
 
     stage = _Stage(context, reductions, in_flight, limit_bytes)
     nodes = graph.by_name()
-    composed = section(_labels_without_shared_weights(labels, graph, layering, layers))
+    around = _labels_without_shared_weights(labels, graph, layering, layers)
+    composed = section(around)
     best = composed, stage.solve(composed)
+    if len(around) < len(labels):
+        kept = section(labels)
+        best = min(best, (kept, stage.solve(kept)), key=stage.price)
     if context.is_free and len(composed.names) <= FREE_SOLVE_OPERATORS and pricer.num_devices > 1:
         best = stage.improve(best, section(None))
     elif any(what == "layers" for what, _ in _messages_of_choice(pricer, *best)):
@@ -280,7 +284,8 @@ def _labels_without_shared_weights(
     """The labels without those of layers that share a weight with others, and of their neighbours.
 
     The tables price a part of the shared weight in each of its layers, in a state of its own. A stage holds it in one
-    state, and converts it once per microbatch for layers that read another.
+    state, and converts it once per microbatch for layers that read another. The problem counts that, but prices
+    gradients from below, so the choices of the tables may still be better.
     """
     free, (first, end) = set[str](), layers
     for node, using in layering.shared_weights(graph):
@@ -308,7 +313,7 @@ class _Stage:
 
     def improve(self, first: _Chosen, free: Section) -> _Chosen:
         """The best of ``first`` and the choices of the same stage with its labels left open."""
-        candidates, prices = [first], [self._price(first)]
+        candidates, prices = [first], [self.price(first)]
 
         def offer(without: Sequence[_Message]) -> bool:
             """Solve without these messages, and return whether the choice is better than all before."""
@@ -318,7 +323,7 @@ class _Stage:
             if chosen is None:
                 return False
             candidates.append((free, chosen))
-            prices.append(self._price(candidates[-1]))
+            prices.append(self.price(candidates[-1]))
             return prices[-1] < best
 
         offer(())
@@ -361,7 +366,7 @@ class _Stage:
             return None
         return tuple(int(some[k]) for some, k in zip(alive, solution.choice))
 
-    def _price(self, candidate: _Chosen) -> tuple[float, float]:
+    def price(self, candidate: _Chosen) -> tuple[float, float]:
         """(bytes over the limit, seconds per microbatch, those of the end of the step in even parts)."""
         m, (section, chosen) = self.context.microbatches, candidate
         price = price_stage(self.context, section, chosen, self.reductions)
