@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
+import numpy as np
 import torch
 from torch.fx import Node
 
@@ -105,6 +106,7 @@ class MeshPricer:
     mixed: bool = False
     ways: dict[tuple[tuple[int, ...], int], tuple[GradientRoute, ...]] = field(default_factory=dict, repr=False)
     _reshards: dict[tuple, tuple[float, float]] = field(default_factory=dict)
+    _tables: dict[tuple, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     _known: dict[Node, PricingContext] = field(default_factory=dict)
     _joint: dict[tuple[tuple[int, ...], str], AxisPrice | None] = field(default_factory=dict)
 
@@ -227,6 +229,18 @@ class MeshPricer:
             backward = self.convert(target.cotangent, source.cotangent, kind) if grad and kind.is_float else 0.0
             seconds = self._reshards[key] = (forward, backward)
         return seconds
+
+    def reshards(
+        self, sources: tuple[Pair, ...], targets: tuple[Pair, ...], kind: TensorType, grad: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """``reshard`` of each source to each target: two arrays [sources, targets], to be read only."""
+        key = (sources, targets, kind, grad)
+        tables = self._tables.get(key)
+        if tables is None:
+            rows = [[self.reshard(one, other, kind, grad) for other in targets] for one in sources]
+            ahead, back = np.moveaxis(np.array(rows).reshape(len(sources), len(targets), 2), 2, 0)
+            tables = self._tables[key] = (ahead, back)
+        return tables
 
     def convert(self, source: Spec, target: Spec, kind: TensorType) -> float:
         """Seconds of a conversion in one direction."""

@@ -510,25 +510,24 @@ class _Builder:
         kind: TensorType = self.nodes[name].meta["type"]
         sources = {pair: i for i, pair in enumerate(dict.fromkeys(offered))}
         targets = {pair: i for i, pair in enumerate(dict.fromkeys(p for _, pairs, _ in consumers for p in pairs))}
-        seconds = np.zeros((len(sources), len(targets)))
-        nbytes = np.zeros((len(sources), len(targets)))
         # slices of a static tensor are few and small: layers, microbatches and ops that want one may share it
         copied = name not in self.layering.static and any(saved for *_, saved in consumers)
-        grad = name in self.grad
-        is_placeholder = self.nodes[name].op == "placeholder" and not grad
-        again = self.recompute.converts_again(name)
-        for source, s in sources.items():
-            for target, t in targets.items():
-                if source == target:
-                    continue
-                free = is_placeholder and all(v.kind == "R" or v == w for v, w in zip(source.value, target.value))
-                ahead, back = (0.0, 0.0) if free else self.pricer.reshard(source, target, kind, grad)
-                seconds[s, t] = (2 if again else 1) * ahead + back
-                late = name in self.late and exit_pair(source).value != target.value
-                if late or any(converts_over(source, target, kind, grad, a) for a in self.restriction.independent_axes):
+        grad, late, independent = name in self.grad, name in self.late, self.restriction.independent_axes
+        placed = self.nodes[name].op == "placeholder" and not grad
+        ahead, back = self.pricer.reshards(tuple(sources), tuple(targets), kind, grad)
+        seconds = (2 if self.recompute.converts_again(name) else 1) * ahead + back
+        if placed or late or independent:
+            for (source, s), (target, t) in itertools.product(sources.items(), targets.items()):
+                if placed and all(v.kind == "R" or v == w for v, w in zip(source.value, target.value)):
+                    seconds[s, t] = 0.0
+                lost = late and source != target and exit_pair(source).value != target.value
+                if lost or any(converts_over(source, target, kind, grad, axis) for axis in independent):
                     seconds[s, t] = np.inf
-                if copied and source.value != target.value and np.isfinite(seconds[s, t]):
-                    nbytes[s, t] = self.pricer.local_bytes(kind, target.value)
+        nbytes = np.zeros(seconds.shape)
+        if copied:
+            held = np.array([self.pricer.local_bytes(kind, target.value) for target in targets])
+            moves = np.array([[source.value != target.value for target in targets] for source in sources])
+            nbytes = np.where(moves & np.isfinite(seconds), held, 0.0)
         edge = Edge(
             name,
             producer,
