@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from meshwright.compiler.verification import verify
     from meshwright.costmodel.cluster import Cluster, Mesh
     from meshwright.parallel import Parallel
+    from meshwright.runtime.metrics import MetricsLogger
     from meshwright.runtime.profiling.cluster_profile import profile
 
 __all__ = [
-    "Cluster", "InfeasibleError", "Mesh", "Parallel", "Plan", "opaque", "parallelize", "pareto", "plan", "profile",
-    "verify",
+    "Cluster", "InfeasibleError", "Mesh", "MetricsLogger", "Parallel", "Plan", "opaque", "parallelize", "pareto",
+    "plan", "profile", "verify",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ _HOMES = {
     "Cluster": "costmodel.cluster",
     "InfeasibleError": "compiler.errors",
     "Mesh": "costmodel.cluster",
+    "MetricsLogger": "runtime.metrics",
     "Parallel": "parallel",
     "Plan": "compiler.plan.plan",
     "opaque": "compiler.frontend.opaque_modules",

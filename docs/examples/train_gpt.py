@@ -63,10 +63,9 @@ def main() -> None:
             print(
                 "devices", stage.devices, "mesh", stage.mesh_shape, "layers", [chunk.layers for chunk in stage.chunks]
             )
-    for step in range(options.steps):
-        loss = parallel.train_step(*batch(training, generator))
-        if main_rank and (step % 10 == 0 or step == options.steps - 1):
-            print(f"step {step}: loss {loss:.3f}")
+    metrics = mw.MetricsLogger(parallel, every=10)
+    for _ in range(options.steps):
+        metrics.on_step(parallel.train_step(*batch(training, generator)))
 
     tokens, targets = batch(held_out, generator)
     logits = parallel.eval()(tokens)  # whole, on every rank
