@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from meshwright.compiler.verification import verify
     from meshwright.costmodel.cluster import Cluster, Mesh
     from meshwright.parallel import Parallel
+    from meshwright.runtime.data_loading import distributed_loader
     from meshwright.runtime.metrics import MetricsLogger
     from meshwright.runtime.profiling.cluster_profile import profile
 
 __all__ = [
-    "Cluster", "InfeasibleError", "Mesh", "MetricsLogger", "Parallel", "Plan", "opaque", "parallelize", "pareto",
-    "plan", "profile", "verify",
+    "Cluster", "InfeasibleError", "Mesh", "MetricsLogger", "Parallel", "Plan", "distributed_loader", "opaque",
+    "parallelize", "pareto", "plan", "profile", "verify",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ _HOMES = {
     "MetricsLogger": "runtime.metrics",
     "Parallel": "parallel",
     "Plan": "compiler.plan.plan",
+    "distributed_loader": "runtime.data_loading",
     "opaque": "compiler.frontend.opaque_modules",
     "parallelize": "api",
     "pareto": "api",
