@@ -1,5 +1,5 @@
-"""A trainer in the manner of Hugging Face's, on ``parallelize``: a schedule, a log, evaluation, checkpoints that a later
-run continues. Copy it and change it."""
+"""A trainer in the manner of Hugging Face's, on ``parallelize``: a schedule, a log, evaluation, checkpoints that a
+later run continues. Copy it and change it."""
 
 from __future__ import annotations
 
