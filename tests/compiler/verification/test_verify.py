@@ -68,8 +68,9 @@ def test_frozen_weights_and_weights_without_values() -> None:
     with torch.device("meta"):
         model, x = MLP(32), torch.zeros(16, 32)
     model.up.requires_grad_(False)
-    plan = mw.plan(model, fast_links(4), example_inputs=(x, x), strategy="pp2,tp2", microbatches=2)
-    found = mw.verify(plan, model, example_inputs=(x, x))
+    batch: Any = {"x": x, "y": x}  # as a loader gives it
+    plan = mw.plan(model, fast_links(4), example_inputs=batch, strategy="pp2,tp2", microbatches=2)
+    found = mw.verify(plan, model, example_inputs=batch)
     assert found.ok, str(found)
     assert found.microbatch_size == 2  # of 8: the smallest whose cuts are even
     assert all(p.is_meta for p in model.parameters())
