@@ -30,9 +30,9 @@ from architectures.libraries import published_unet
 from architectures.measure import STRATEGIES, TARGET, Outcome, dumped, forked_measure, parsed
 from architectures.page import PAGE, page, records
 from architectures.registry import FAMILIES, architectures
-from reporting.results import ROOT, Record, save_records
+from reporting.results import RESULTS, ROOT, Record, save_records
 
-JOURNAL = ROOT / "out" / "zoo.jsonl"
+JOURNAL = RESULTS / "zoo.jsonl"  # the last outcome of each architecture, a line each
 
 
 def main() -> int:
@@ -71,9 +71,7 @@ def main() -> int:
             journal[one.name] = outcome
             print(f"{number}/{len(chosen)} {_line(outcome)}", flush=True)
             if not options.dry:
-                JOURNAL.parent.mkdir(exist_ok=True)
-                with JOURNAL.open("a") as file:
-                    file.write(dumped(outcome) + "\n")
+                JOURNAL.write_text("".join(dumped(journal[name]) + "\n" for name in every if name in journal))
     if not options.dry:
         known = {name: journal[name] for name in every if name in journal}
         save_records("zoo", records(every, known))
