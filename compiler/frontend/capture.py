@@ -51,7 +51,7 @@ from .fake_model import (
 )
 from .flex_attention import flex_attention_as_ops
 from .long_loops import LongLoops
-from .opaque_modules import Choice, OpaqueModules
+from .opaque_modules import Choice, Example, OpaqueModules
 from .repeated_blocks import BLOCK, Blocks, BlockTemplate, TracedBlock, live_nodes, template_of
 from .rewrites import rewrite
 from .source_errors import capture_error, line_of, node_error
@@ -114,7 +114,8 @@ def capture(
         backwards = stack.enter_context(CustomBackwards(training))
         loops = stack.enter_context(LongLoops(model, backwards))
         names = tensor_names(model)
-        opaque, trials = Choice(model), dict[Any, Any]()
+        example = Example(model, tuple(example_inputs), kwargs, inputs.batch_dims)
+        opaque, trials = Choice(example), dict[Any, Any]()
         banned: frozenset[int] | None = frozenset() if share_blocks else None
         hide = True
         while True:

@@ -112,6 +112,42 @@ class Telling(nn.Module):
         return x, int((x > 0).sum())
 
 
+class Placing(nn.Module):
+    """Rows of ``x``, in a Python loop over the batch, at the places where ``ids`` has the number of an image; as many
+    of both."""
+
+    NUMBER = 7
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+        rows, places = torch.cat([self.linear(sample) for sample in x]), ids == self.NUMBER
+        if int(places.sum()) != len(rows):
+            raise ValueError(f"{len(rows)} rows, but {int(places.sum())} places")
+        return torch.zeros(*ids.shape, WIDTH).index_put((places,), rows)
+
+
+class Placed(nn.Module):
+    """Images among words: random words have no place for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.placing, self.last = nn.Linear(WIDTH, WIDTH), Placing(), nn.Linear(WIDTH, 1)
+
+    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+        return self.last(self.placing(ids, self.first(x))).square().mean()
+
+
+def placed(size: int = 8) -> tuple[Tensor, Tensor]:
+    ids = torch.arange(8).repeat(size, 1)
+    ids[:, :TOKENS] = Placing.NUMBER
+    ids[:, 7] = 0
+    return ids, batch(size)[0]
+
+
 MIDDLES = {
     kind.__name__: kind
     for kind in (
