@@ -118,8 +118,9 @@ def _unmasked(left_out: Callable[..., bool]) -> Callable[..., bool]:
 def torch_settings() -> Iterator[None]:
     """For a capture, leave out what PyTorch does beside the computation: distributions do not look at the values that
     they are given (a value outside of their domain makes a loss that is not finite), ``Module.to`` returns a module
-    that is of that dtype already, and ``ctc_loss`` does not read its lengths."""
-    validate, to, ctc_loss = Distribution._validate_args, nn.Module.to, functional.ctc_loss
+    that is of that dtype already, ``ctc_loss`` does not read its lengths, and ``histc`` counts integers on any
+    device."""
+    validate, to, ctc_loss, histc = Distribution._validate_args, nn.Module.to, functional.ctc_loss, torch.histc
 
     def to_if_needed(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
@@ -128,14 +129,21 @@ def torch_settings() -> Iterator[None]:
             return module
         return to(module, *args, **kwargs)
 
+    def counts(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:  # noqa: A002
+        if x.dtype.is_floating_point or (min, max) != (0, bins):
+            return histc(x, bins, min, max)
+        numbers = torch.where(x == bins, bins - 1, x).reshape(-1, 1)  # the last bin has its right end as well
+        return (numbers == torch.arange(bins, device=x.device)).sum(0).to(x.dtype)
+
     Distribution.set_default_validate_args(False)
+    torch.histc = counts  # type: ignore[assignment]
     nn.Module.to = to_if_needed  # type: ignore[method-assign, assignment]
     functional.ctc_loss = reduced_ctc_loss
     try:
         yield
     finally:
         nn.Module.to = to  # type: ignore[method-assign]
-        functional.ctc_loss = ctc_loss
+        functional.ctc_loss, torch.histc = ctc_loss, histc  # type: ignore[assignment]
         Distribution.set_default_validate_args(validate)
 
 

@@ -82,18 +82,13 @@ class Example:
     batch_dims: tuple[int | None, ...]
 
     def calls(self, modules: Mapping[str, nn.Module]) -> dict[str, list[list[Tensor]]]:
-        """By path, the tensors of each call of these modules in an eager forward of four samples; nothing where the
-        model has no data here, is too large, or does not run."""
+        """By path, the tensors of each call of these modules in eager forwards of two and of four samples; nothing
+        where the model has no data here, is too large, or does not run."""
         leaves, tree = pytree.tree_flatten((self.args, dict(self.kwargs)))
         state = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         tensors = [x for x in (*leaves, *state.values()) if isinstance(x, Tensor)]
         if any(x.is_meta for x in tensors) or sum(x.numel() for x in state.values()) > _MOST_ELEMENTS:
             return {}
-        order = torch.arange(_BATCHES[1])
-        few = [
-            x.index_select(dim, (order % x.shape[dim]).to(x.device)) if dim is not None else x
-            for x, dim in zip(leaves, self.batch_dims)
-        ]
         calls: dict[str, list[list[Tensor]]] = {path: [] for path in modules}
 
         def note(path: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -103,15 +98,22 @@ class Example:
 
             return before
 
-        args, kwargs = pytree.tree_unflatten(few, tree)
-        copied = {name: x.detach().clone() for name, x in state.items()}
         with ExitStack() as stack:
             for path, module in modules.items():
                 stack.callback(module.register_forward_pre_hook(note(path), with_kwargs=True).remove)
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.random.fork_rng(devices=[]))
-            with suppress(Exception):  # the user's code, at a batch that it was not written for
-                functional_call(self.model, copied, args, kwargs)
+            stack.enter_context(not_exporting())
+            for batch in _BATCHES:
+                order = torch.arange(batch)
+                few = [
+                    x.index_select(dim, (order % x.shape[dim]).to(x.device)) if dim is not None else x
+                    for x, dim in zip(leaves, self.batch_dims)
+                ]
+                args, kwargs = pytree.tree_unflatten(few, tree)
+                copied = {name: x.detach().clone() for name, x in state.items()}
+                with suppress(Exception):  # the user's code, at a batch that it was not written for
+                    functional_call(self.model, copied, args, kwargs)
         return calls
 
 
@@ -328,10 +330,10 @@ class _Trials:
         self.is_scaled = any(self.batched)
         self.device = next((x.device for x in tensors if x.device.type != "meta"), torch.device("cpu"))
         self.has_data = self._is_small()
-        small_kinds = self._small_kinds(_BATCHES[1])
-        matching = (call for call in observed if [TensorType(tuple(x.shape), x.dtype) for x in call] == small_kinds)
-        #: arguments of a real call at a batch of 4, where random ones do not do
-        self.observed = next(matching, None)
+        calls = [([TensorType(tuple(x.shape), x.dtype) for x in call], call) for call in observed]
+        found = [next((call for kinds, call in calls if kinds == self._small_kinds(n)), None) for n in _BATCHES]
+        #: by batch, the arguments of a real call, where random ones do not do
+        self.observed = {n: call for n, call in zip(_BATCHES, found) if call} if None not in found else None
         if not self.has_data:
             self.device = torch.device("meta")
         small, again, other, large = (self._run(batch, seed) for batch, seed in ((2, 0), (2, 0), (2, 1), (4, 2)))
@@ -405,9 +407,9 @@ class _Trials:
 
     def _observed_value(self, number: int, batch: int, seed: int) -> Tensor:
         assert self.observed is not None
-        x, dims = self.observed[number], self.batched[len(self.tensors) + number]
-        for dim in dims:
-            x = x.roll(seed, dim).narrow(dim, 0, batch * x.shape[dim] // _BATCHES[1])
+        x = self.observed[batch][number]
+        for dim in self.batched[len(self.tensors) + number]:
+            x = x.roll(seed, dim)
         return x * _SCALES[seed] if x.is_floating_point() else x.clone()
 
     def _all_kinds(self, batch: int) -> list[TensorType]:
