@@ -53,7 +53,11 @@ def records(every: Mapping[str, Architecture], outcomes: Mapping[str, Outcome]) 
         ),
         *(Record(f"architectures: {name}", float(counts[name]), "", 0) for name in STATUSES),
     ]
-    plans = [outcome.seconds["plan"] for outcome in outcomes.values() if outcome.verdicts.get("plan") == "ok"]
+    plans = [
+        outcome.seconds["plan"]
+        for outcome in outcomes.values()
+        if outcome.verdicts.get("plan") == "ok" and "plan" in outcome.seconds
+    ]
     if plans:
         rows.append(Record("planning for eight devices, median", median(plans), "s", 1))
     for name, outcome in outcomes.items():

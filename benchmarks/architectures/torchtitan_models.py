@@ -2,8 +2,9 @@
 
 They need ``pip install --no-deps torchtitan==0.2.2 tyro docstring_parser typeguard torchdata``, or a clone of that
 version on ``PYTHONPATH``; without it they are not registered. Only the files of the models run: its trainer wants
-triton and tensorboard, in whose place stand empty modules here. Its ``torch.compile`` is left out, and the histogram of
-integers that PyTorch has on GPUs alone is one of floats.
+triton and tensorboard, in whose place stand empty modules here. A capture sees the models as they are. Of the eager
+run, PyTorch has two things on GPUs alone: the backward of flex attention, in whose place stands attention with the
+whole mask, and the histogram of integers, which is one of floats. ``torch.compile`` is left out.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
+from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from architectures.registry import TOKENS, VOCABULARY, Case, register, tokens
 
@@ -62,9 +65,21 @@ class Packed(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+def attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
+    """Flex attention, outside of a capture with the whole mask."""
+    if isinstance(q, FakeTensor):
+        return flex_attention(q, k, v, **settings)  # type: ignore[return-value]
+    blocks = settings["block_mask"]
+    mask = create_mask(blocks.mask_mod, *blocks.shape[:2], q.shape[2], k.shape[2], str(q.device))
+    grouped = settings.get("enable_gqa", False)
+    return functional.scaled_dot_product_attention(q, k, v, mask, scale=settings.get("scale"), enable_gqa=grouped)
+
+
 def packed(net: nn.Module) -> Case:
     """The model on documents that end within the rows."""
     torch.compiler.set_stance("force_eager")
+    wrapper = module_of("attention").FlexAttentionWrapper
+    wrapper._compiled_flex_attn = staticmethod(attention)
     torch.histc = lambda x, **settings: HISTC(x.float(), **settings).to(x.dtype)
     with torch.no_grad():
         net.init_weights(buffer_device=torch.device("cpu"))

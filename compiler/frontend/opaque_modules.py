@@ -403,7 +403,7 @@ class _Trials:
             else:
                 x = torch.randint(0, 2, kind.shape, generator=generator).to(kind.dtype)
             made.append(x.to(self.device))
-        return [x.double() if wide and x.is_floating_point() else x for x in made]
+        return [_in_double(x) if wide else x for x in made]
 
     def _observed_value(self, number: int, batch: int, seed: int) -> Tensor:
         assert self.observed is not None
@@ -540,11 +540,18 @@ class _Trials:
         return split, "" if split else "its parts do not make up the whole in a trial of a cut batch"
 
 
+def _in_double(x: Tensor) -> Tensor:
+    """The tensor in float64 or complex128; integers as they are."""
+    if x.is_complex():
+        return x.to(torch.complex128)
+    return x.double() if x.is_floating_point() else x
+
+
 def _is_equal(a: _Run, b: _Run) -> bool:
     pairs = zip([*a.outputs, *a.gradients], [*b.outputs, *b.gradients])
     return all(
         (x is None) == (y is None)
-        and (x is None or y is None or (x.shape == y.shape and torch.allclose(x.double(), y.double(), equal_nan=True)))
+        and (x is None or y is None or (x.shape == y.shape and torch.allclose(_in_double(x), _in_double(y), equal_nan=True)))
         for x, y in pairs
     )
 
