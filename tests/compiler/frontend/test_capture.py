@@ -499,6 +499,18 @@ def test_a_module_that_converts_itself_to_its_own_dtype() -> None:
     assert nn.Module.to is to
 
 
+def test_counts_of_integers_that_cpus_do_not_have() -> None:
+    class Counts(nn.Module):
+        def forward(self, x: Tensor, w: Tensor) -> Tensor:
+            return (torch.histc(x, bins=4, min=0, max=4) * w).sum()
+
+    x, w, histc = torch.tensor([[0, 1, 4], [3, 3, 5]]), torch.randn(4), torch.histc
+    graph = capture(Counts(), (x, w), batch_dims={"args.1": None}).with_batch(2)
+    found = interpret(graph, Counts(), (x, w), {})["loss", "loss"]
+    torch.testing.assert_close(found, (torch.histc(x.float(), bins=4, min=0, max=4) * w).sum())
+    assert torch.histc is histc
+
+
 def test_a_failed_capture_leaves_the_model_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(3, 3), Mixes()).eval()
     weight = model[0].weight

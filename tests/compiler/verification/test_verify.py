@@ -9,7 +9,7 @@ import meshwright as mw
 import pytest
 import torch
 from meshwright.compiler.ir.spec import parse_spec
-from meshwright.compiler.verification import Verification, parts
+from meshwright.compiler.verification import Verification, capture_check, parts
 from meshwright.compiler.verification.compare import Tolerance, difference
 from meshwright.compiler.verification.lockstep import LockstepComm
 from torch import nn
@@ -31,6 +31,13 @@ def planned(name: str, devices: int, *, batch: int = 8, executable: bool = False
 def verified(name: str, devices: int, **asked: Any) -> Verification:
     plan, model, inputs = planned(name, devices, **asked)
     return mw.verify(plan, model, **inputs)
+
+
+def test_a_capture_is_compared_in_both_parts_of_complex_numbers() -> None:
+    loss, gradient = torch.ones(()), torch.randn(4, dtype=torch.complex64)
+    runs = [(loss, {"turn": x}) for x in (gradient, gradient, gradient.conj().resolve_conj())]
+    assert not capture_check._difference((runs[0], runs[1]), None)
+    assert "gradient of 'turn'" in capture_check._difference((runs[0], runs[2]), None)
 
 
 # ---- sound plans
