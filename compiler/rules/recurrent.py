@@ -15,7 +15,7 @@ from .base import WHOLE, AxisChoice, Rule
 from .common import Part, argument, axes_of, cut, parameters, replace_arguments
 from .view import DimsRule, Track, operand_shapes
 
-__all__ = ["BagRule", "RecurrentRule"]
+__all__ = ["BagRule", "EvenBagRule", "RecurrentRule"]
 
 
 class RecurrentRule(Rule):
@@ -119,6 +119,47 @@ class BagRule(Rule):
             starts.to(offsets.dtype),
             *(torch.rand(kind.shape, generator=generator).to(kind.dtype) for kind in rest),
         ]
+
+
+class EvenBagRule(Rule):
+    """The rule of bags of equal lengths: weight [rows, hidden], index [bag, rows of a bag]. Bags and the hidden dim are
+    free; where rows are cut, each device adds its own."""
+
+    cost_kind = "embedding"
+
+    def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
+        """ "bag", "vocab" of sums, and of means without padding, and "hidden"."""
+        (rows, hidden), (bags, _) = (operand.meta["type"].shape for operand in tensor_operands(node))
+        choices = [whole(node), cut(node, "bag", bags, [None, 0], [0]), cut(node, "hidden", hidden, [1, None], [1])]
+        mode = argument(node, "mode")
+        if mode == 0 or (mode == 1 and argument(node, "padding_idx") < 0):
+            choices.insert(2, cut(node, "vocab", rows, [0, None], [None]))
+        return tuple(choices)
+
+    def localize(
+        self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """With the axes that cut the rows."""
+        axes = axes_of(labels, "vocab")
+        return replace_arguments(node, vocab_axes=axes) if axes else (node.target, node.args, dict(node.kwargs))
+
+    def flops(self, node: Node) -> float:
+        """An addition per element of a row."""
+        weight, index = (operand.meta["type"] for operand in tensor_operands(node))
+        return float(index.numel * weight.shape[1])
+
+    def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
+        """The index."""
+        return (("input", 1),)
+
+    def example_operands(self, node: Node, generator: torch.Generator) -> list[torch.Tensor]:
+        """Rows of the table."""
+        weight, index = (operand.meta["type"] for operand in tensor_operands(node))
+        table = torch.randn(weight.shape, generator=generator, dtype=torch.float64).to(weight.dtype)
+        return [table, torch.randint(0, weight.shape[0], index.shape, generator=generator).to(index.dtype)]
+
+
+register("meshwright.embedding_bag")(EvenBagRule())
 
 
 def _along_hidden(shape: tuple[int, ...], hidden: int) -> Part:

@@ -237,6 +237,9 @@ CASES = {
         {},
         "vocab hidden",
     ),
+    "even bags": (local_ops.embedding_bag, (r(8, 4), ints(8, 8, 3), 0, 2), {}, "bag vocab hidden"),
+    "even bags of means": (local_ops.embedding_bag, (r(8, 4), ints(8, 8, 3), 1), {}, "bag vocab hidden"),
+    "even bags of maxima": (local_ops.embedding_bag, (r(8, 4), ints(8, 8, 3), 2), {}, "bag hidden"),
     "embedding bag of means": (
         aten.embedding_bag.default,
         (r(8, 4), ints(8, 12), torch.arange(5) * 3, False, 1, False, None, True),
