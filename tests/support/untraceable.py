@@ -1,4 +1,7 @@
-"""Models with a submodule that no export can trace: a naive mixture of experts, a branch on a value, and others."""
+"""Models with a submodule that no export can trace: a naive mixture of experts, a branch on a value, and others.
+
+PYTEST_DONT_REWRITE: an assert of theirs is captured as it stands.
+"""
 
 from __future__ import annotations
 
@@ -146,6 +149,24 @@ def placed(size: int = 8) -> tuple[Tensor, Tensor]:
     ids[:, :TOKENS] = Placing.NUMBER
     ids[:, 7] = 0
     return ids, batch(size)[0]
+
+
+class Checked(nn.Module):
+    """Checks of its inputs, and a branch that does more than to raise."""
+
+    def __init__(self, more: bool) -> None:
+        super().__init__()
+        self.more, self.net = more, nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        if labels is not None and (labels.max() >= 3 or not x.isfinite().all()):
+            raise ValueError("a label is too large, or an input is not finite")
+        assert x.abs().max() < 100 and not (labels < 0).any()
+        if self.more:
+            if x.mean() > 0:
+                self.more = False
+                raise ValueError("a mean")
+        return nn.functional.cross_entropy(self.net(x), labels)
 
 
 MIDDLES = {

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import numpy as np
+import meshwright as mw
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from meshwright.compiler.ir.graph import CAPTURE_BATCH, Graph, op_name
 from meshwright.compiler.ir.ops.experts import experts
 from torch import Tensor, nn
 
+from tests.support.untraceable import Checked
 from tests.support.zoo import ZOO
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -497,6 +499,21 @@ def test_a_module_that_converts_itself_to_its_own_dtype() -> None:
     with pytest.raises(CaptureError, match=re.escape("self.net.to(x.dtype)")):
         capture(model, (x.double(),))
     assert nn.Module.to is to
+
+
+def test_checks_that_only_raise_are_left_out_and_noted() -> None:
+    inputs = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+    model, before = Checked(more=False), Tensor.__bool__
+    graph = capture(model, inputs)
+    torch.testing.assert_close(interpret(graph.with_batch(4), model, inputs, {})["loss", "loss"], model(*inputs))
+    first = Checked.forward.__code__.co_firstlineno
+    (note,) = graph.notes
+    assert re.findall(r"untraceable.py:(\d+)", note) == [str(first + 1), str(first + 3)]
+    plan = mw.plan(model, "local:1", example_inputs=inputs, cache=False)
+    assert note in plan.prediction.notes
+    assert Tensor.__bool__ is before
+    with pytest.raises(CaptureError, match=r"`if x.mean\(\) > 0:`: cannot be captured: the code branches"):
+        capture(Checked(more=True), inputs)
 
 
 def test_counts_of_integers_that_cpus_do_not_have() -> None:
