@@ -129,7 +129,7 @@ def torch_settings() -> Iterator[None]:
             return module
         return to(module, *args, **kwargs)
 
-    def counts(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:  # noqa: A002
+    def counts(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
         if x.dtype.is_floating_point or (min, max) != (0, bins):
             return histc(x, bins, min, max)
         numbers = torch.where(x == bins, bins - 1, x).reshape(-1, 1)  # the last bin has its right end as well
@@ -143,7 +143,7 @@ def torch_settings() -> Iterator[None]:
         yield
     finally:
         nn.Module.to = to  # type: ignore[method-assign]
-        functional.ctc_loss, torch.histc = ctc_loss, histc  # type: ignore[assignment]
+        functional.ctc_loss, torch.histc = ctc_loss, histc
         Distribution.set_default_validate_args(validate)
 
 

@@ -142,8 +142,8 @@ class Choice:
         refusal = next((link for link in _chain(error) if isinstance(link, OpaqueError)), None)
         if refusal is not None and refusal.path not in self.observed and _RANDOM_VALUES in str(refusal):
             kind = type(self.modules[refusal.path])
-            alike = {path: module for path, module in self.modules.items() if type(module) is kind}
-            self.observed |= {refusal.path: [], **self.example.calls(alike)}
+            called = {path: module for path, module in self.modules.items() if type(module) is kind}
+            self.observed |= {refusal.path: [], **self.example.calls(called)}
             if self.observed[refusal.path]:
                 return None
         if refusal is not None:
@@ -551,7 +551,11 @@ def _is_equal(a: _Run, b: _Run) -> bool:
     pairs = zip([*a.outputs, *a.gradients], [*b.outputs, *b.gradients])
     return all(
         (x is None) == (y is None)
-        and (x is None or y is None or (x.shape == y.shape and torch.allclose(_in_double(x), _in_double(y), equal_nan=True)))
+        and (
+            x is None
+            or y is None
+            or (x.shape == y.shape and torch.allclose(_in_double(x), _in_double(y), equal_nan=True))
+        )
         for x, y in pairs
     )
 

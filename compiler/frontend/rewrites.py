@@ -364,14 +364,14 @@ def localize_experts(graph: Graph) -> None:
 
 
 def even_bags(graph: Graph) -> None:
-    """Replace ``embedding_bag`` of a flattened index [bag, rows of a bag] by ``local_ops.embedding_bag``, whose bags can
-    be cut."""
+    """Replace ``embedding_bag`` of a flattened index [bag, rows of a bag] by ``local_ops.embedding_bag``, whose bags
+    can be cut."""
     for node in find_nodes(graph, aten.embedding_bag.default, aten.embedding_bag.padding_idx):
         given, outputs = arguments_of(node), outputs_of(node)
         flat, offsets = given["indices"], given["offsets"]
         views = (aten.view.default, aten._unsafe_view.default)  # the latter becomes the former
         index = flat.args[0] if flat.op == "call_function" and flat.target in views else None
-        shape = index.meta["type"].shape if index is not None else ()
+        shape: tuple[int, ...] = index.meta["type"].shape if index is not None else ()
         plain = not given["scale_grad_by_freq"] and given["per_sample_weights"] is None
         if set(outputs) != {0} or len(shape) != 2 or not plain or given["include_last_offset"]:
             continue

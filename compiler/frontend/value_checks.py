@@ -1,10 +1,10 @@
-"""Checks of values that only raise are left out of a capture: ``if labels.max() >= size: raise …``, ``assert x.isfinite()
-.all()``.
+"""Checks of values that only raise are left out of a capture: ``if labels.max() >= size: raise …``, or
+``assert x.isfinite().all()``.
 
 A trace cannot follow a branch on a tensor's value. Where the branch does nothing but raise, the code goes on as if the
-value were fine: while ``ValueChecks`` is active, ``bool`` of a tensor without data, in the test of an ``if`` whose body
-is one ``raise`` and that has no ``else``, or of an ``assert``, is what lets it pass. ``lines`` are their places, for the
-plan's notes.
+value were fine. While ``ValueChecks`` is active, ``bool`` of a tensor without data is what lets it pass, in the test of
+an ``if`` whose body is one ``raise`` and that has no ``else``, and in that of an ``assert``. ``lines``: their places,
+for the plan's notes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ValueChecks:
             self.lines[f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}"] = None
             return passes
 
-        Tensor.__bool__ = decided  # type: ignore[method-assign]
+        Tensor.__bool__ = decided  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *_: object) -> None:

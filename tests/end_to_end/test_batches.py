@@ -123,7 +123,7 @@ def measured(strategies: tuple[str, ...]) -> dict[str, Any]:
         ]
     texts = []
     for wrong in ({"metrics": correct}, {"metrics": correct, "outputs": ("logits",)}):  # labels are no targets here
-        with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:  # noqa: PT011 - compared below
+        with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
             parallel.train_step(words(3), **wrong)  # type: ignore[arg-type]
         texts.append(str(caught.value))
     return {**found, "errors": texts}
