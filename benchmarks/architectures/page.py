@@ -19,7 +19,7 @@ WORKS, OPAQUE, PARTLY, REFUSED, BROKEN = "works", "opaque part", "in part", "ref
 STATUSES = (WORKS, OPAQUE, PARTLY, REFUSED, BROKEN)
 MEANINGS = {
     WORKS: "equal to eager PyTorch under every strategy, and planned for eight devices",
-    OPAQUE: "as before, with a part that runs as it is, whole on every device",
+    OPAQUE: "as before, with a part that runs as it is, its batch split or whole on every device",
     PARTLY: "the automatic plan is equal; some other strategy or plan was refused",
     REFUSED: "an error says what cannot be kept, and what to do",
     BROKEN: "wrong numbers, a crash or a hang",
@@ -120,7 +120,7 @@ def _reason(outcome: Outcome) -> str:
         text if set(names) & {"capture", "all"} or set(names) >= every else f"{', '.join(names)}: {text}"
         for text, names in steps.items()
     ]
-    texts += ["random numbers"] * outcome.random + outcome.opaque
+    texts += ["random numbers"] * outcome.random + [text.partition("; its FLOPs")[0] for text in outcome.opaque]
     if outcome.whole:
         texts.append(f"whole on every device: {', '.join(f'`{op}`' for op in sorted(outcome.whole))}")
     return "; ".join(texts)

@@ -1,10 +1,9 @@
 """torchtitan's own Llama 3 and DeepSeek-V3, with packed documents under its block masks (flex attention).
 
-They need ``pip install --no-deps torchtitan==0.2.2 tyro docstring_parser typeguard torchdata``, or a clone of that
-version on ``PYTHONPATH``; without it they are not registered. Only the files of the models run: its trainer wants
-triton and tensorboard, in whose place stand empty modules here. A capture sees the models as they are. Of the eager
-run, PyTorch has two things on GPUs alone: the backward of flex attention, in whose place stands attention with the
-whole mask, and the histogram of integers, which is one of floats. ``torch.compile`` is left out.
+They need what ``NEEDED`` installs, or a clone of that version on ``PYTHONPATH``. Only the files of the models run: its
+trainer wants triton and tensorboard, in whose place stand empty modules here. A capture sees the models as they are. Of
+the eager run, PyTorch has two things on GPUs alone: the backward of flex attention, in whose place stands attention
+with the whole mask, and the histogram of integers, which is one of floats. ``torch.compile`` is left out.
 """
 
 from __future__ import annotations
@@ -24,7 +23,9 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from architectures.registry import TOKENS, VOCABULARY, Case, register, tokens
 
-__all__ = ["FOUND"]
+__all__ = ["FOUND", "NEEDED"]
+
+NEEDED = "pip install --no-deps torchtitan==0.2.2 tyro docstring_parser typeguard torchdata"
 
 SPEC = importlib.util.find_spec("torchtitan")
 #: whether torchtitan is here, in a version that has these files
@@ -94,6 +95,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
+@register("torchtitan Llama 3", "decoder", "torchtitan")
 def _llama3() -> Case:
     model = module_of("llama3.model.model")
     arguments = module_of("llama3.model.args")
@@ -101,6 +103,7 @@ def _llama3() -> Case:
     return packed(model.Transformer(settings))
 
 
+@register("torchtitan DeepSeek-V3", "mixture of experts", "torchtitan")
 def _deepseek_v3() -> Case:
     model, moe = module_of("deepseek_v3.model.model"), module_of("moe.moe")
     arguments = module_of("deepseek_v3.model.args")
@@ -114,8 +117,3 @@ def _deepseek_v3() -> Case:
     )  # fmt: skip
     settings.moe_impl = settings.expert_parallel_comm_backend  # as its update_from_config does
     return packed(model.DeepSeekV3Model(settings))
-
-
-if FOUND:
-    register("torchtitan Llama 3", "decoder", "torchtitan")(_llama3)
-    register("torchtitan DeepSeek-V3", "mixture of experts", "torchtitan")(_deepseek_v3)
