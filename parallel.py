@@ -43,7 +43,7 @@ from .runtime.execution.session import BatchPrograms, Session, SessionOptions
 from .runtime.parameters.state import Init, ModelInfo, without_values
 from .runtime.profiling.cluster_profile import default_cluster
 from .runtime.profiling.memory_meter import live_bytes
-from .runtime.transport.error_propagation import broadcast_from_rank0, fail_together
+from .runtime.transport.error_propagation import broadcast_from_rank0, fail_together, share_from
 from .runtime.transport.first_error import publishes_errors
 from .runtime.transport.launch import await_all_ranks
 
@@ -246,24 +246,36 @@ class Parallel:
     # ---- training
 
     @publishes_errors
-    def train_step(self, *inputs: Any, targets: Any = (), outputs: Sequence[str] = (), **kwargs: Any) -> Any:
+    def train_step(
+        self,
+        *inputs: Any,
+        targets: Any = (),
+        outputs: Sequence[str] = (),
+        metrics: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """``forward_backward`` and ``optimizer_step``: the global loss (0-d), on every rank; with ``delay`` or
         ``local_steps`` that of this rank's replica.
 
         inputs: as the model takes them; a mapping alone is its keyword arguments. A batch of another size, or with
         sequences of another length, trains by the same plan; its programs are kept by shape. outputs: names of the
         model's outputs ("logits", "1", "output" for one that is all); then (loss, {name: whole tensor}) is returned,
-        on every rank.
+        on every rank. metrics: a function of these outputs, in their order, and then of the targets; it is called once
+        a step, on the whole batch, by a rank that has the outputs, and (loss, its result) is returned on every rank.
 
         Under schedule "pipedream" the batch is only put in, and the loss is that of step ``loss_step``: the newest that
         is known without waiting, NaN while the pipeline fills. ``flush`` finishes what is in flight.
         """
+        if metrics is not None and not outputs:
+            raise ValueError("metrics= is a function of outputs, but got none; name them, as in outputs=('logits',)")
         flat, batch = self._flat(inputs, kwargs, targets, outputs)
         loss = self.session.train_step(flat, None if batch is None else batch.programs)
         if not outputs:
             return loss
         assert batch is not None
-        return loss, batch.outputs(outputs)
+        if metrics is None:
+            return loss, batch.outputs(outputs)
+        return loss, batch.measured(metrics, outputs, targets if isinstance(targets, tuple) else (targets,))
 
     @publishes_errors
     def flush(self) -> dict[int, torch.Tensor]:
@@ -579,11 +591,24 @@ class BoundBatch:
     cuts: Padding
     output_dims: Mapping[str, tuple[str, int]]
 
-    def outputs(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Name → whole tensor of the last batch, on every rank. Collective."""
-        values = self.programs.outputs()
-        whole = {name: torch.cat(values[self.output_dims[name][0]], self.output_dims[name][1]) for name in names}
-        return {name: self.cuts.cut(self.output_dims[name][0], x) for name, x in whole.items()}
+    def outputs(self, names: Sequence[str], shared: bool = True) -> dict[str, torch.Tensor]:
+        """Name → whole tensor of the last batch, on every rank; not ``shared``: those of its own stage. Collective."""
+        values, dims = self.programs.outputs(shared), self.output_dims
+        whole = {name: torch.cat(values[dims[name][0]], dims[name][1]) for name in names if dims[name][0] in values}
+        return {name: self.cuts.cut(dims[name][0], x) for name, x in whole.items()}
+
+    def measured(self, metrics: Callable[..., Any], names: Sequence[str], targets: tuple[Any, ...]) -> Any:
+        """The result of ``metrics`` for the outputs of the last batch, on every rank, its tensors on the CPU. Only the
+        result leaves the stage, unless the outputs are of several. Collective."""
+        home = self.programs.home
+        outputs = self.outputs(names, shared=home is None)
+
+        def measure() -> Any:
+            with torch.no_grad():
+                found = metrics(*(outputs[name] for name in names), *targets)
+            return pytree.tree_map_only(torch.Tensor, lambda x: x.detach().cpu(), found)
+
+        return share_from(home or 0, measure)
 
 
 class Batches:

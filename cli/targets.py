@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from .. import models
+from ..compiler.frontend.batch_containers import call_arguments
 
 __all__ = ["PlanningTarget", "build_target"]
 
@@ -46,10 +47,8 @@ def _unpacked(name: str, made: Any) -> PlanningTarget:
     if not isinstance(made, tuple | list) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
         got = f"{type(made).__name__} of {len(made)}" if isinstance(made, tuple | list) else type(made).__name__
         raise ValueError(f"{rule}, but {name!r} returned {got}")
-    args, kwargs = made[1], made[2] if len(made) == 3 else {}
-    if isinstance(args, dict) and len(made) == 2:
-        args, kwargs = (), args
+    kwargs = made[2] if len(made) == 3 else {}
     if not isinstance(kwargs, dict):
         raise ValueError(f"{rule}, but the kwargs of {name!r} are {type(kwargs).__name__}; return a dict")
-    args = tuple(args) if isinstance(args, tuple | list) else (args,)
-    return PlanningTarget(made[0], args, dict(kwargs), None)
+    args, kwargs = call_arguments(made[0], made[1], kwargs)
+    return PlanningTarget(made[0], args, kwargs, None)

@@ -98,7 +98,7 @@ encoder_decoder("MT5ForConditionalGeneration", "MT5Config", T5)
 encoder_decoder("LongT5ForConditionalGeneration", "LongT5Config", T5 | {"local_radius": 8})
 encoder_decoder("SwitchTransformersForConditionalGeneration", "SwitchTransformersConfig",
                 T5 | {"num_experts": 4, "expert_capacity": 64, "num_sparse_encoder_layers": 1,
-                      "num_sparse_decoder_layers": 1, "num_decoder_layers": 2})  # fmt: skip
+                      "num_sparse_decoder_layers": 1, "num_decoder_layers": 2, "router_jitter_noise": 0.0})  # fmt: skip
 encoder_decoder("BartForConditionalGeneration", "BartConfig", BART)
 encoder_decoder("PegasusForConditionalGeneration", "PegasusConfig", BART | {"pad_token_id": 0})
 encoder_decoder("MarianMTModel", "MarianConfig", BART | {"decoder_vocab_size": VOCABULARY})

@@ -2,7 +2,8 @@
 
 ``measure`` builds the model and captures it once. Forks of that process then plan for eight devices, train on two Gloo
 ranks under each strategy, and train the user's model on one device. So a crash or a hang ends a fork, and is a result.
-Where fp32 differs, the same is done in float64, and that decides.
+Where fp32 differs, the same is done in float64, and that decides. A model that draws random numbers in forward draws
+others in eager PyTorch: it is held against a plan of one device.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from architectures.registry import Architecture, Case, build
 __all__ = ["STRATEGIES", "TARGET", "Outcome", "dumped", "forked_measure", "measure", "parsed"]
 
 RANKS, STEPS, RATE = 2, 3, 0.05
+SEEDS = 5  # of which some show whether random numbers change the loss
 STRATEGIES = {"dp2": {"dp": 2}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "auto": None}
 TARGET = "p3.16xlarge:1"
 TIME_OUT_S = {"eager": 60, "capture": 180, "plan": 150, "double": 400, "all": 900} | dict.fromkeys(STRATEGIES, 100)
@@ -60,8 +62,11 @@ class Outcome:
     whole: list[str] = field(default_factory=list)
     #: parts that run as they are, with what the plans say of them
     opaque: list[str] = field(default_factory=list)
+    #: whether its forward draws random numbers
+    random: bool = False
     parameters: int = 0
     commit: str = ""
+    date: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class _Run:
 
 def measure(architecture: Architecture, cluster: mw.Cluster, steps: Sequence[str], commit: str) -> Outcome:
     """All of it for one architecture. steps: of "plan" and the names of ``STRATEGIES``."""
-    outcome = Outcome(architecture.name, commit=commit)
+    outcome = Outcome(architecture.name, commit=commit, date=time.strftime("%Y-%m-%d"))
     with tempfile.TemporaryDirectory(prefix="zoo") as folder:
         measurement = _Measurement(build(architecture), cluster, Path(folder), outcome)
         measurement.run(steps)
@@ -89,7 +94,10 @@ def forked_measure(architecture: Architecture, cluster: mw.Cluster, steps: Seque
         found = _forked([lambda: measure(architecture, cluster, steps, commit)], Path(folder), TIME_OUT_S["all"])
     if found.verdict == "ok":
         return found.values[0]
-    return Outcome(architecture.name, {"all": found.verdict}, errors={"all": found.error}, commit=commit)
+    return Outcome(
+        architecture.name, {"all": found.verdict}, errors={"all": found.error}, commit=commit,
+        date=time.strftime("%Y-%m-%d"),
+    )  # fmt: skip
 
 
 class _Measurement:
@@ -101,8 +109,10 @@ class _Measurement:
 
     def run(self, steps: Sequence[str]) -> None:
         self.outcome.parameters = sum(x.numel() for x in self.case.model.parameters())
-        if self._step("eager", [self._one_device_loss]) is None or not self._capture():
+        draws = self._step("eager", [self._draws])
+        if draws is None or not self._capture():
             return
+        self.outcome.random = draws[0]
         for step in steps:
             if step == "plan":
                 found = self._step(step, [self._plan])
@@ -113,8 +123,18 @@ class _Measurement:
 
     # ---- steps
 
-    def _one_device_loss(self) -> None:
-        self.case.loss(self.case.args, self.case.kwargs, self.case.targets).backward()
+    def _draws(self) -> bool:
+        """Train once eagerly; whether the loss follows from the seed."""
+        losses = []
+        for seed in range(SEEDS):
+            torch.manual_seed(seed)
+            before, loss = torch.get_rng_state(), self.case.loss(self.case.args, self.case.kwargs, self.case.targets)
+            losses.append(float(loss))
+            if not seed:
+                loss.backward()
+            if torch.equal(torch.get_rng_state(), before):
+                return False
+        return len(set(losses)) > 1
 
     def _capture(self) -> bool:
         """Capture here: the forks that follow share the graph."""
@@ -193,20 +213,27 @@ class _Measurement:
         _Measurement(_double(self.case), self.cluster, folder, outcome, double=True).run([name])
         return outcome
 
-    def _train(self, name: str, rank: int) -> _Run | None:
-        case = self.case
+    def _train(self, name: str, rank: int) -> _Run:
         join(rank, RANKS, str(self.folder / f"store-{name}"))
+        return self._trained(self.cluster, strategy=STRATEGIES[name])
+
+    def _trained(self, cluster: mw.Cluster, **asked: Any) -> _Run:
+        case = self.case
         parallel = mw.parallelize(
-            case.model, self.cluster, example_inputs=case.args, example_kwargs=case.kwargs, targets=case.targets,
+            case.model, cluster, example_inputs=case.args, example_kwargs=case.kwargs, targets=case.targets,
             loss_fn=case.loss_fn, batch_dims=case.batch_dims, global_batch=case.global_batch, optimizer=_optimizer,
-            strategy=STRATEGIES[name],
+            **asked,
         )  # fmt: skip
         losses = [float(parallel.train_step(*case.args, targets=case.targets, **case.kwargs)) for _ in range(STEPS)]
         state = parallel.full_state_dict()
         return _Run(losses, state, parallel.plan.microbatches, tuple(parallel.plan.prediction.notes))
 
     def _reference(self, microbatches: int) -> _Run:
-        """The user's model on one device, whose gradients are accumulated over as many microbatches."""
+        """The user's model on one device, whose gradients are accumulated over as many microbatches. If it draws random
+        numbers, it is run by a plan."""
+        if self.outcome.random:
+            join(0, 1, str(self.folder / f"store-{microbatches}"))
+            return self._trained(mw.Cluster.local(1), microbatches=microbatches)
         case, model = self.case, self.case.model
         optimizer, losses = _optimizer(list(model.parameters())), []
         parts = _microbatches(case, microbatches)

@@ -19,7 +19,7 @@ WORKS, OPAQUE, PARTLY, REFUSED, BROKEN = "works", "opaque part", "in part", "ref
 STATUSES = (WORKS, OPAQUE, PARTLY, REFUSED, BROKEN)
 MEANINGS = {
     WORKS: "equal to eager PyTorch under every strategy, and planned for eight devices",
-    OPAQUE: "as before, with a part that runs as it is, whole on every device",
+    OPAQUE: "as before, with a part that runs as it is, its batch split or whole on every device",
     PARTLY: "the automatic plan is equal; some other strategy or plan was refused",
     REFUSED: "an error says what cannot be kept, and what to do",
     BROKEN: "wrong numbers, a crash or a hang",
@@ -53,7 +53,11 @@ def records(every: Mapping[str, Architecture], outcomes: Mapping[str, Outcome]) 
         ),
         *(Record(f"architectures: {name}", float(counts[name]), "", 0) for name in STATUSES),
     ]
-    plans = [outcome.seconds["plan"] for outcome in outcomes.values() if outcome.verdicts.get("plan") == "ok"]
+    plans = [
+        outcome.seconds["plan"]
+        for outcome in outcomes.values()
+        if outcome.verdicts.get("plan") == "ok" and "plan" in outcome.seconds
+    ]
     if plans:
         rows.append(Record("planning for eight devices, median", median(plans), "s", 1))
     for name, outcome in outcomes.items():
@@ -72,39 +76,38 @@ def page(every: Mapping[str, Architecture], outcomes: Mapping[str, Outcome]) -> 
         "is captured, planned for eight V100 (`p3.16xlarge:1`), and trained for three steps on two local ranks under "
         "dp2, tp2, pp2 and the automatic plan. Losses and every entry of `full_state_dict` are compared with eager "
         "PyTorch of the same model, which accumulates the plan's microbatches; where fp32 differs by more than 1e-4, "
-        f"float64 decides. Of those that ran, the largest difference is {max(worst, default=0.0):.0e}."
+        "float64 decides. A model that draws random numbers in forward is compared with a plan of one device, which "
+        f"draws the same. Of those that ran, the largest difference is {max(worst, default=0.0):.0e}."
     )
     lines = ["# Models", "", *textwrap.wrap(about, 118), "", "| | models | |", "|---|---|---|"]
     lines += [f"| {name} | {counts[name]} | {MEANINGS[name]} |" for name in STATUSES]
     by_family = Counter(every[name].family for name in outcomes)
     lines += ["", ", ".join(f"{by_family[family]} of {family}" for family in FAMILIES) + ".", ""]
     about = (
-        "“Difference” is the largest relative one over all strategies. “Whole on every device” are ops that no rule "
-        "splits: the run is right, and their work is repeated."
+        f"{_left(every, outcomes)}“Difference” is the largest relative one over all strategies. “Whole on every "
+        "device” are ops that no rule splits: the run is right, and their work is repeated."
     )
-    lines += [*textwrap.wrap(_state(every, outcomes), 118), "", *textwrap.wrap(about, 118)]
+    lines += textwrap.wrap(about, 118)
     for family in FAMILIES:
         names = sorted((name for name in outcomes if every[name].family == family), key=str.lower)
         if not names:
             continue
-        lines += ["", f"## {family}", "", "| model | kind | | difference | what to know |", "|---|---|---|---|---|"]
+        lines += ["", f"## {family}", "", "| model | kind | | difference | measured | what to know |", "|---" * 6 + "|"]
         for name in names:
             outcome = outcomes[name]
             worst_of = max(outcome.differences.values(), default=None)
             cells = (
                 name, every[name].kind, status(outcome), "–" if worst_of is None else f"{worst_of:.0e}",
-                _reason(outcome),
+                f"{outcome.commit}, {outcome.date}", _reason(outcome),
             )  # fmt: skip
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join([*lines, ""])
 
 
-def _state(every: Mapping[str, Architecture], outcomes: Mapping[str, Outcome]) -> str:
-    """At which commits the rows were measured, and what has none."""
-    commits = ", ".join(sorted({outcome.commit for outcome in outcomes.values()}))
+def _left(every: Mapping[str, Architecture], outcomes: Mapping[str, Outcome]) -> str:
+    """The architectures that have no row."""
     left = [name for name in every if name not in outcomes]
-    rest = f" Not measured yet: {', '.join(left)}." if left else ""
-    return f"Measured at commits {commits}.{rest}"
+    return f"Not measured yet: {', '.join(left)}. " if left else ""
 
 
 def _reason(outcome: Outcome) -> str:
@@ -117,7 +120,7 @@ def _reason(outcome: Outcome) -> str:
         text if set(names) & {"capture", "all"} or set(names) >= every else f"{', '.join(names)}: {text}"
         for text, names in steps.items()
     ]
-    texts += outcome.opaque
+    texts += ["random numbers"] * outcome.random + [text.partition("; its FLOPs")[0] for text in outcome.opaque]
     if outcome.whole:
         texts.append(f"whole on every device: {', '.join(f'`{op}`' for op in sorted(outcome.whole))}")
     return "; ".join(texts)

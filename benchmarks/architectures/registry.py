@@ -23,8 +23,10 @@ __all__ = [
 BATCH, TOKENS, VOCABULARY = 8, 32, 512
 
 #: families of architectures, in the order of the table
-FAMILIES = ("transformers", "timm", "diffusers", "torchvision", "handwritten")
-MODULES = ("decoders", "encoders", "vision", "modalities", "libraries", "recurrent", "scientific")
+FAMILIES = ("transformers", "timm", "diffusers", "torchvision", "torchtitan", "handwritten")
+MODULES = (
+    "decoders", "encoders", "vision", "modalities", "libraries", "torchtitan_models", "recurrent", "scientific"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

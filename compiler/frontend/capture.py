@@ -23,6 +23,7 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,10 +52,11 @@ from .fake_model import (
 )
 from .flex_attention import flex_attention_as_ops
 from .long_loops import LongLoops
-from .opaque_modules import Choice, OpaqueModules
+from .opaque_modules import Choice, Example, OpaqueModules
 from .repeated_blocks import BLOCK, Blocks, BlockTemplate, TracedBlock, live_nodes, template_of
 from .rewrites import rewrite
 from .source_errors import capture_error, line_of, node_error
+from .value_checks import ValueChecks
 
 __all__ = ["CaptureError", "capture", "experts", "loss_of"]
 
@@ -113,8 +115,10 @@ def capture(
             refuse_hooks(model)
         backwards = stack.enter_context(CustomBackwards(training))
         loops = stack.enter_context(LongLoops(model, backwards))
+        checks = stack.enter_context(ValueChecks())
         names = tensor_names(model)
-        opaque, trials = Choice(model), dict[Any, Any]()
+        example = Example(model, tuple(example_inputs), kwargs, inputs.batch_dims)
+        opaque, trials = Choice(example), dict[Any, Any]()
         banned: frozenset[int] | None = frozenset() if share_blocks else None
         hide = True
         while True:
@@ -149,7 +153,7 @@ def capture(
             except UnsoundError as unsound:
                 # these blocks are not copies after all: export again and trace each of them
                 banned = (banned or frozenset()) | {unsound.kind}
-    graph = rewrite(graph)
+    graph = replace(rewrite(graph), notes=checks.notes)
     graph.check()
     return graph
 

@@ -8,7 +8,7 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +32,9 @@ __all__ = [
     "torch_settings",
     "training_mode",
 ]
+
+
+_LEFT_OUT = "_ignore_bidirectional_mask_sdpa"  # of transformers.masking_utils
 
 
 @contextmanager
@@ -68,17 +71,22 @@ def silence_torch() -> Iterator[io.StringIO]:
 
 @contextmanager
 def model_settings(model: nn.Module) -> Iterator[None]:
-    """Apply Hugging Face settings for a capture: no generation cache, no recompute (a plan matter), experts as one op.
+    """Apply Hugging Face settings for a capture: no generation cache, no recompute (a plan matter), experts as one op,
+    no masks that hide nothing.
 
     The whole configuration is restored afterwards, since some forwards write to it.
     """
-    wanted = {"use_cache": False}
+    wanted: dict[str, Any] = {"use_cache": False}
     if register_experts():
-        wanted["_experts_implementation_internal"] = EXPERTS_NAME  # type: ignore[assignment]
+        wanted["_experts_implementation_internal"] = EXPERTS_NAME
     configs = {id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), "__dict__")}
     saved = [(vars(config), dict(vars(config))) for config in configs.values()]
     recomputed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    left_out = getattr(masks, _LEFT_OUT, None)
     try:
+        if left_out is not None:
+            setattr(masks, _LEFT_OUT, _unmasked(left_out))
         for table, before in saved:
             table.update({key: value for key, value in wanted.items() if key in before})
         for module in recomputed:
@@ -90,14 +98,29 @@ def model_settings(model: nn.Module) -> Iterator[None]:
             table.update(before)
         for module in recomputed:
             module.gradient_checkpointing = True  # type: ignore[assignment]
+        if left_out is not None:
+            setattr(masks, _LEFT_OUT, left_out)
+
+
+def _unmasked(left_out: Callable[..., bool]) -> Callable[..., bool]:
+    """The function by which transformers leaves out a mask that hides nothing, without its exception for exports: a
+    layer that shortens the sequence (Informer's) does not shorten the mask."""
+
+    def decide(padding_mask: Any, kv_length: int, local_attention_size: int | None = None) -> bool:
+        if padding_mask is None:
+            return local_attention_size is None or kv_length < local_attention_size
+        return left_out(padding_mask, kv_length, local_attention_size)
+
+    return decide
 
 
 @contextmanager
 def torch_settings() -> Iterator[None]:
     """For a capture, leave out what PyTorch does beside the computation: distributions do not look at the values that
     they are given (a value outside of their domain makes a loss that is not finite), ``Module.to`` returns a module
-    that is of that dtype already, and ``ctc_loss`` does not read its lengths."""
-    validate, to, ctc_loss = Distribution._validate_args, nn.Module.to, functional.ctc_loss
+    that is of that dtype already, ``ctc_loss`` does not read its lengths, and ``histc`` counts integers on any
+    device."""
+    validate, to, ctc_loss, histc = Distribution._validate_args, nn.Module.to, functional.ctc_loss, torch.histc
 
     def to_if_needed(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
@@ -106,14 +129,21 @@ def torch_settings() -> Iterator[None]:
             return module
         return to(module, *args, **kwargs)
 
+    def counts(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
+        if x.dtype.is_floating_point or (min, max) != (0, bins):
+            return histc(x, bins, min, max)
+        numbers = torch.where(x == bins, bins - 1, x).reshape(-1, 1)  # the last bin has its right end as well
+        return (numbers == torch.arange(bins, device=x.device)).sum(0).to(x.dtype)
+
     Distribution.set_default_validate_args(False)
+    torch.histc = counts  # type: ignore[assignment]
     nn.Module.to = to_if_needed  # type: ignore[method-assign, assignment]
     functional.ctc_loss = reduced_ctc_loss
     try:
         yield
     finally:
         nn.Module.to = to  # type: ignore[method-assign]
-        functional.ctc_loss = ctc_loss
+        functional.ctc_loss, torch.histc = ctc_loss, histc
         Distribution.set_default_validate_args(validate)
 
 

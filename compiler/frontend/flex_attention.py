@@ -134,6 +134,8 @@ class _Elementwise(TorchFunctionMode):
             name = func.__self__.__name__
         if name in ("getitem", "index") and self._looks_up(*args):
             pass
+        elif name in ("new_ones", "new_zeros", "new_full") and not args[1]:
+            pass  # one element, as PyTorch's and_masks and or_masks begin with
         elif name not in _ELEMENTWISE:
             raise current_line_error(
                 f"a mask_mod or score_mod is elementwise here, but got {name}",

@@ -74,7 +74,7 @@ def _convert(graph: Graph, precision: str) -> Graph:
     conversion.fx.output(tuple(node for _, node in results))
     return Graph(
         conversion.fx, tuple(result for result, _ in results), graph.batch, graph.constants, graph.output_spec,
-        graph.training, precision=precision, captured=graph.fingerprint(),
+        graph.training, precision=precision, captured=graph.fingerprint(), notes=graph.notes,
     )  # fmt: skip
 
 

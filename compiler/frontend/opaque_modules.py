@@ -11,6 +11,9 @@ inputs at batches of 2 and 4, tell what no trace can (``_Trials``):
 - whether a cut of the batch gives the same results and gradients (``rules.custom_function.batch_split``), under more
   seeds, at other magnitudes, where the code takes values into Python.
 
+A module that does not run on random inputs (a mask that hides all, tokens that stand for images) is tried on those that
+it gets when the model runs on the example (``Example``), in other orders and at other magnitudes.
+
 Refused by name: results whose shapes depend on values, buffers, parameters or arguments that forward changes in place,
 attributes that it sets, tensors of the model that it reads and that are not its own, results other than tensors and
 constants. Weights without data are made up. A module with too much work for a trial runs on tensors without data,
@@ -21,7 +24,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -30,6 +33,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
@@ -43,9 +47,10 @@ from ..rules.custom_function import batch_split
 from .custom_backward import CustomBackwards, is_literal, next_number
 from .long_loops import LongLoops, not_exporting
 
-__all__ = ["Choice", "OpaqueModules", "opaque"]
+__all__ = ["Choice", "Example", "OpaqueModules", "opaque"]
 
 _ASKED = "mw.opaque asked for it"
+_RANDOM_VALUES = "it does not run on random values"
 _BATCHES = (2, 4)
 _MOST_FLOPS = 4e11  # of a trial's forward, by 2 · parameters · tokens
 _MOST_ELEMENTS = 1 << 28  # of a trial's weights
@@ -66,13 +71,61 @@ def opaque(module: _Module) -> _Module:
     return module
 
 
+@dataclass(frozen=True)
+class Example:
+    """A model and the inputs with which it is captured, which may have data."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    #: one per flat leaf, of args and kwargs first; None if it has no batch dim
+    batch_dims: tuple[int | None, ...]
+
+    def calls(self, modules: Mapping[str, nn.Module]) -> dict[str, list[list[Tensor]]]:
+        """By path, the tensors of each call of these modules in eager forwards of two and of four samples; nothing
+        where the model has no data here, is too large, or does not run."""
+        leaves, tree = pytree.tree_flatten((self.args, dict(self.kwargs)))
+        state = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        tensors = [x for x in (*leaves, *state.values()) if isinstance(x, Tensor)]
+        if any(x.is_meta for x in tensors) or sum(x.numel() for x in state.values()) > _MOST_ELEMENTS:
+            return {}
+        calls: dict[str, list[list[Tensor]]] = {path: [] for path in modules}
+
+        def note(path: str) -> Callable[[nn.Module, Any, Any], None]:
+            def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+                given = pytree.tree_leaves((args, kwargs))
+                calls[path].append([x.detach().clone() for x in given if isinstance(x, Tensor)])
+
+            return before
+
+        with ExitStack() as stack:
+            for path, module in modules.items():
+                stack.callback(module.register_forward_pre_hook(note(path), with_kwargs=True).remove)
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(not_exporting())
+            for batch in _BATCHES:
+                order = torch.arange(batch)
+                few = [
+                    x.index_select(dim, (order % x.shape[dim]).to(x.device)) if dim is not None else x
+                    for x, dim in zip(leaves, self.batch_dims)
+                ]
+                args, kwargs = pytree.tree_unflatten(few, tree)
+                copied = {name: x.detach().clone() for name, x in state.items()}
+                with suppress(Exception):  # the user's code, at a batch that it was not written for
+                    functional_call(self.model, copied, args, kwargs)
+        return calls
+
+
 class Choice:
     """The submodules that are opaque: those that were marked, and those that captures of this model asked for.
 
-    reasons: by path, why each is not traced.
+    reasons: by path, why each is not traced. observed: by path, the tensors of its calls in a run of the example.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, example: Example) -> None:
+        self.example, model = example, example.model
+        self.observed: dict[str, list[list[Tensor]]] = {}
         self.paths = {id(module): path for path, module in model.named_modules() if path}
         self.modules = {path: module for path, module in model.named_modules() if path}
         every = model.named_modules(remove_duplicate=False)
@@ -87,6 +140,12 @@ class Choice:
         found: the error as it is told to users.
         """
         refusal = next((link for link in _chain(error) if isinstance(link, OpaqueError)), None)
+        if refusal is not None and refusal.path not in self.observed and _RANDOM_VALUES in str(refusal):
+            kind = type(self.modules[refusal.path])
+            called = {path: module for path, module in self.modules.items() if type(module) is kind}
+            self.observed |= {refusal.path: [], **self.example.calls(called)}
+            if self.observed[refusal.path]:
+                return None
         if refusal is not None:
             if self.reasons.get(refusal.path) == _ASKED:
                 return CaptureError(str(refusal))
@@ -98,7 +157,7 @@ class Choice:
             self.original = found
             path = self.first.get(found.module, "") or self._running(error)
         reason = self.reasons.get(path) or str(found)
-        kind = type(self.modules[path]) if path else None
+        kind = type(self.modules[path]) if path else nn.Module
         if path in self.refused:
             for other in [p for p in self.reasons if type(self.modules[p]) is kind and self.reasons[p] != _ASKED]:
                 del self.reasons[other]
@@ -214,7 +273,8 @@ class OpaqueModules:
                     self.loops.unwatched(), _disable_current_modes(), torch._C.DisableTorchFunction(),
                     torch.enable_grad(), not_exporting(), seeded(0, tensors),
                 ):  # fmt: skip
-                    self.kept[key] = _Trials(path, called, structure, leaves, tensors, objects, self.extent)
+                    observed = self.choice.observed.get(path, [])
+                    self.kept[key] = _Trials(path, called, structure, leaves, tensors, objects, self.extent, observed)
             finally:
                 self.backwards.running = running
         trials = self.kept[key]
@@ -259,7 +319,7 @@ class _Trials:
 
     def __init__(
         self, path: str, module: ModuleCopy, structure: Any, leaves: Sequence[Any], tensors: Sequence[Tensor],
-        objects: Mapping[int, Any], extent: int,
+        objects: Mapping[int, Any], extent: int, observed: Sequence[Sequence[Tensor]],
     ) -> None:  # fmt: skip
         self.path, self.module, self.leaves, self.tensors = path, module, leaves, tensors
         self.arguments, self.objects, self.extent = structure, objects, extent
@@ -270,6 +330,10 @@ class _Trials:
         self.is_scaled = any(self.batched)
         self.device = next((x.device for x in tensors if x.device.type != "meta"), torch.device("cpu"))
         self.has_data = self._is_small()
+        calls = [([TensorType(tuple(x.shape), x.dtype) for x in call], call) for call in observed]
+        found = [next((call for kinds, call in calls if kinds == self._small_kinds(n)), None) for n in _BATCHES]
+        #: by batch, the arguments of a real call, where random ones do not do
+        self.observed = {n: call for n, call in zip(_BATCHES, found) if call} if None not in found else None
         if not self.has_data:
             self.device = torch.device("meta")
         small, again, other, large = (self._run(batch, seed) for batch, seed in ((2, 0), (2, 0), (2, 1), (4, 2)))
@@ -290,6 +354,8 @@ class _Trials:
             tuple(sorted({*small.saved_operands, *large.saved_operands})),
         )  # fmt: skip
         self.assumed = "its FLOPs and kept bytes are measured in a trial at a batch of 4 and scaled"
+        if self.observed is not None:
+            self.assumed += ", on samples of the example"
         if not self.has_data:
             self.assumed = "too large for a trial, its FLOPs and kept bytes are assumed from a run without data"
         reads_values = any(run.reads_values for run in (small, other, large))
@@ -327,15 +393,24 @@ class _Trials:
             else:
                 made.append(torch.zeros(x.shape, dtype=x.dtype, device=self.device))
         arguments = [x for x in self.leaves if isinstance(x, Tensor)][len(self.tensors) :]
-        for x, kind in zip(arguments, self._small_kinds(batch), strict=True):
-            if seed % 2 and not x.requires_grad and kind.dtype != torch.bool:
+        for number, (x, kind) in enumerate(zip(arguments, self._small_kinds(batch), strict=True)):
+            if self.observed is not None:
+                x = self._observed_value(number, batch, seed)
+            elif seed % 2 and not x.requires_grad and kind.dtype != torch.bool:
                 x = torch.zeros(kind.shape, dtype=kind.dtype)  # such as a mask that hides nothing
             elif kind.is_float:
                 x = _SCALES[seed] * torch.randn(kind.shape, generator=generator).to(kind.dtype)
             else:
                 x = torch.randint(0, 2, kind.shape, generator=generator).to(kind.dtype)
             made.append(x.to(self.device))
-        return [x.double() if wide and x.is_floating_point() else x for x in made]
+        return [_in_double(x) if wide else x for x in made]
+
+    def _observed_value(self, number: int, batch: int, seed: int) -> Tensor:
+        assert self.observed is not None
+        x = self.observed[batch][number]
+        for dim in self.batched[len(self.tensors) + number]:
+            x = x.roll(seed, dim)
+        return x * _SCALES[seed] if x.is_floating_point() else x.clone()
 
     def _all_kinds(self, batch: int) -> list[TensorType]:
         return [*self.kinds[: len(self.tensors)], *self._small_kinds(batch)]
@@ -357,8 +432,10 @@ class _Trials:
             raise
         except Exception as error:  # the user's code, on tensors that it was not written for
             text = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:300]
-            where = "random values" if self.has_data else "tensors without data (it is too large for a trial here)"
-            raise OpaqueError(self.path, f"it does not run on {where}: {text}") from error
+            where = "it does not run on tensors without data (it is too large for a trial here)"
+            if self.has_data:
+                where = _RANDOM_VALUES if self.observed is None else "it does not run on a few samples of the example"
+            raise OpaqueError(self.path, f"{where}: {text}") from error
 
     def _audited(self, batch: int, seed: int) -> _Run:
         grads = [x.requires_grad for x in self.leaves if isinstance(x, Tensor)]
@@ -463,11 +540,22 @@ class _Trials:
         return split, "" if split else "its parts do not make up the whole in a trial of a cut batch"
 
 
+def _in_double(x: Tensor) -> Tensor:
+    """The tensor in float64 or complex128; integers as they are."""
+    if x.is_complex():
+        return x.to(torch.complex128)
+    return x.double() if x.is_floating_point() else x
+
+
 def _is_equal(a: _Run, b: _Run) -> bool:
     pairs = zip([*a.outputs, *a.gradients], [*b.outputs, *b.gradients])
     return all(
         (x is None) == (y is None)
-        and (x is None or y is None or (x.shape == y.shape and torch.allclose(x.double(), y.double(), equal_nan=True)))
+        and (
+            x is None
+            or y is None
+            or (x.shape == y.shape and torch.allclose(_in_double(x), _in_double(y), equal_nan=True))
+        )
         for x, y in pairs
     )
 

@@ -363,6 +363,27 @@ def localize_experts(graph: Graph) -> None:
         replace_node(graph, node, Insertion(graph, node)(local_ops.experts, *args, type=node.meta["type"], **kwargs))
 
 
+def even_bags(graph: Graph) -> None:
+    """Replace ``embedding_bag`` of a flattened index [bag, rows of a bag] by ``local_ops.embedding_bag``, whose bags
+    can be cut."""
+    for node in find_nodes(graph, aten.embedding_bag.default, aten.embedding_bag.padding_idx):
+        given, outputs = arguments_of(node), outputs_of(node)
+        flat, offsets = given["indices"], given["offsets"]
+        views = (aten.view.default, aten._unsafe_view.default)  # the latter becomes the former
+        index = flat.args[0] if flat.op == "call_function" and flat.target in views else None
+        shape: tuple[int, ...] = index.meta["type"].shape if index is not None else ()
+        plain = not given["scale_grad_by_freq"] and given["per_sample_weights"] is None
+        if set(outputs) != {0} or len(shape) != 2 or not plain or given["include_last_offset"]:
+            continue
+        if offsets.target is not aten.arange.start_step or offsets.args[:3] != (0, shape[0] * shape[1], shape[1]):
+            continue
+        padding = given.get("padding_idx")
+        bags = Insertion(graph, node)(
+            local_ops.embedding_bag, given["weight"], index, given["mode"], -1 if padding is None else padding
+        )
+        outputs[0].replace_all_uses_with(bags)
+
+
 #: the passes, in the order in which they run
 PASSES: tuple[Callable[[Graph], None], ...] = (
     drop_unused,
@@ -380,6 +401,7 @@ PASSES: tuple[Callable[[Graph], None], ...] = (
     split_cross_entropy,
     keep_loss_dims,
     split_batch_norm,
+    even_bags,
     refuse_generators,
     spell_out_broadcasts,
     drop_idle_ops,

@@ -65,13 +65,6 @@ _ADVICE: tuple[tuple[str, str, str, str], ...] = (
         "register plain tensor attributes with register_buffer, and make new tensors with device=x.device",
     ),
     (
-        r"Attention mask should be of size",
-        "",
-        "transformers makes a mask when it is traced that it leaves out when it runs, and a layer that shortens the "
-        "sequence does not shorten the mask",
-        "turn that layer off (distil=False for an Informer), or pass in a mask for each length",
-    ),
-    (
         r"SyntaxError: invalid syntax \(proxy_tensor",
         "",
         "torch.export cannot write down a call of `random_(low, high)`",

@@ -122,6 +122,8 @@ class Graph:
     precision: str = "model"
     #: the fingerprint of the captured graph, if this one is in another precision
     captured: str = ""
+    #: what the capture left out of the model's code, in words
+    notes: tuple[str, ...] = ()
     _names: dict[str, Node] | None = field(default=None, init=False, repr=False)
     _ops: list[Node] | None = field(default=None, init=False, repr=False)
     _placeholders: dict[tuple[str, ...], list[Node]] = field(default_factory=dict, init=False, repr=False)
@@ -184,7 +186,7 @@ class Graph:
                 env[node] = copy_at(copy, node, env, self.batch, batch)
         return Graph(
             copy, self.results, batch, self.constants, self.output_spec, self.training,
-            origin=self, precision=self.precision, captured=self.captured,
+            origin=self, precision=self.precision, captured=self.captured, notes=self.notes,
         )  # fmt: skip
 
     # ---- identity

@@ -18,7 +18,7 @@ import inspect
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from fractions import Fraction
 from types import FunctionType
 from typing import Any
@@ -80,10 +80,15 @@ class OpaqueModule(LoopFunction):
             joined = _ZeroGradients.apply(*(args[i] for i in places))
             table = dict(zip(places, joined, strict=True))
             args = [table.get(i, x) for i, x in enumerate(args)]
-        if not self.random:
-            return super().run(args)
-        with seeded(mask_key(_RANDOM + self.number), args):
-            return super().run(args)
+        with seeded(mask_key(_RANDOM + self.number), args) if self.random else nullcontext():
+            results = super().run(args)
+        shapes, expected = [tuple(x.shape) for x in results], self.output_shapes(args)
+        if shapes != expected:
+            raise OpaqueError(
+                self.path, f"its results have shapes {shapes} for these values, and not {expected}, as when it was "
+                "captured; return tensors of fixed shape"
+            )  # fmt: skip
+        return results
 
     def output_shapes(self, args: Sequence[Any]) -> list[tuple[int, ...]]:
         """The shapes that the outputs have for these leaves: multiples of the batch shrink as the operands' do."""

@@ -43,6 +43,7 @@ _TAGS = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_outp
 _LOCAL: Mapping[Any, Any] = {
     local_ops.cross_entropy: plain_cross_entropy,
     local_ops.batch_norm: local_ops.batch_norm,
+    local_ops.embedding_bag: local_ops.embedding_bag,
     local_ops.embedding_shard: local_ops.embedding_shard,
 }
 """Functions of ours that a compiler can take where no mesh axis cuts them, and in which form"""

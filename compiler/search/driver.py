@@ -453,7 +453,7 @@ def with_provenance(search: SearchState, plan: Plan, others: Sequence[dict[str, 
 def _notes(search: SearchState, plan: Plan) -> list[str]:
     unknown = Counter(op_name(n) for n in search.graph.ops() if op_name(n) != "getitem" and rule_for(n).is_unknown(n))
     notes = [f"no rule for {name} ({count}×): replicated" for name, count in unknown.items()]
-    notes += opaque_notes(search.graph)
+    notes += [*opaque_notes(search.graph), *search.graph.notes]
     notes += [text for text in (state_tensors(plan.optimizer)[1],) if text]
     notes += [*precision_notes(plan), *lossy_notes(plan.stages, plan.codes), *asynchronous_notes(plan)]
     if search.space.communication.is_lossy:

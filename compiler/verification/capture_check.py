@@ -223,7 +223,7 @@ def _difference(runs: _Runs, dtype: torch.dtype | None) -> str:
         if max(norm, other) <= floor:
             continue
         a, b = grads[name], others[name]
-        off = max(norm, other) if a is None or b is None else float((a.double() - b.double()).norm())
+        off = max(norm, other) if a is None or b is None else float((_wide(a) - _wide(b)).norm())
         if off > tolerance * max(norm, other) + floor:
             words = [f"a norm of {x:.4g}" if g is not None else "none" for x, g in ((norm, a), (other, b))]
             return f"gradient of {name!r}: {words[0]} in the model, {words[1]} in the capture, {off:.4g} apart"
@@ -231,7 +231,11 @@ def _difference(runs: _Runs, dtype: torch.dtype | None) -> str:
 
 
 def _norm(x: Tensor | None) -> float:
-    return 0.0 if x is None else float(x.double().norm())
+    return 0.0 if x is None else float(_wide(x).norm())
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
 
 
 @contextmanager

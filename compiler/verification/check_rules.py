@@ -183,7 +183,8 @@ def _compare(
         return []
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return [f"{what} is {got.dtype}{tuple(got.shape)}, whole it is {expected.dtype}{tuple(expected.shape)}"]
-    off = (got.double() - expected.double()).abs().max()
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    off = (got.to(wide) - expected.to(wide)).abs().max()
     return [f"{what} as {','.join(map(str, spec))} differs by {off:.3g}"]
 
 

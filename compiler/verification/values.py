@@ -66,8 +66,14 @@ def chunked(graph: Graph, batch: Mapping[str, Tensor], microbatches: int) -> lis
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A copy on the CPU; floats in ``dtype``, if one is given."""
-    return x.detach().to("cpu", dtype if dtype is not None and x.is_floating_point() else x.dtype, copy=True)
+    """A copy on the CPU; floats in ``dtype``, if one is given, and complex numbers of two of these."""
+    return x.detach().to("cpu", _dtype_of(x, dtype), copy=True)
+
+
+def _dtype_of(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is None or not (x.is_floating_point() or x.is_complex()):
+        return x.dtype
+    return dtype.to_complex() if x.is_complex() else dtype
 
 
 def _sources(graph: Graph, kind: str) -> list[Source]:
@@ -82,10 +88,10 @@ def _generator(name: str) -> torch.Generator:
 def _weight(name: str, given: Tensor, dtype: torch.dtype | None) -> Tensor:
     generator = _generator(name)
     if given.is_meta:
-        noise = torch.randn(given.shape, generator=generator, dtype=dtype or given.dtype)
+        noise = torch.randn(given.shape, generator=generator, dtype=_dtype_of(given, dtype))
         return noise / max(1, given.shape[-1]) ** 0.5 if given.ndim > 1 else 1 + NOISE * noise
     x = as_dtype(given, dtype)
-    if x.is_floating_point() and x.numel() and bool((x == x.reshape(-1)[0]).all()):
+    if (x.is_floating_point() or x.is_complex()) and x.numel() and bool((x == x.reshape(-1)[0]).all()):
         x += NOISE * torch.randn(x.shape, generator=generator, dtype=x.dtype)
     return x
 
@@ -94,7 +100,8 @@ def _rows(source: Source, kind: TensorType, given: Any) -> Tensor:
     generator, dim = _generator(source.name), source.batch_dim
     if given.is_meta:
         if kind.is_float:
-            return torch.randn(kind.shape, generator=generator, dtype=torch.float64)
+            wide = torch.complex128 if kind.dtype.is_complex else torch.float64
+            return torch.randn(kind.shape, generator=generator, dtype=wide)
         return torch.randint(0, 2, kind.shape, generator=generator).to(kind.dtype)
     if dim is None:
         return given
@@ -106,5 +113,6 @@ def _rows(source: Source, kind: TensorType, given: Any) -> Tensor:
     out = given.detach().cpu().index_select(dim, rows)
     if kind.is_float:
         more = out.narrow(dim, have, need - have)
-        more += NOISE * torch.randn(more.shape, generator=generator, dtype=torch.float64).to(out.dtype)
+        wide = torch.complex128 if out.is_complex() else torch.float64
+        more += NOISE * torch.randn(more.shape, generator=generator, dtype=wide).to(out.dtype)
     return out

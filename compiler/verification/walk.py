@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from ..errors import FailedError
+from ..frontend.batch_containers import call_arguments, register_containers
 from ..frontend.capture import capture
 from ..frontend.example_inputs import flat_inputs
 from ..frontend.mixed_precision import in_precision
@@ -65,16 +66,17 @@ def verify(
     """
     if dtype not in TOLERANCES:
         raise ValueError(f"dtype is one of {', '.join(TOLERANCES)}, but got {dtype!r}; use one of these")
-    kwargs = dict(example_kwargs or {})
-    args = tuple(example_inputs)
-    captured = capture(model, args, kwargs, tuple(targets), loss_fn, batch_dims)
+    args, kwargs = call_arguments(model, example_inputs, example_kwargs or {})
+    targets = tuple(targets)
+    register_containers(targets)
+    captured = capture(model, args, kwargs, targets, loss_fn, batch_dims)
     require_valid(plan, captured)
     if not any(result.kind == "loss" for result in captured.results):
         raise ValueError("a check needs gradients, but got a model without a loss; give loss_fn, or a model with one")
-    missed = compare_capture(model, captured, args, kwargs, tuple(targets), loss_fn) if check_capture else ""
+    missed = compare_capture(model, captured, args, kwargs, targets, loss_fn) if check_capture else ""
     small, graph = shrunk(plan, in_precision(captured, plan.precision))
     with _default(getattr(torch, dtype)):
-        walk = _Walk(small, graph, model, flat_inputs(args, kwargs, tuple(targets)), dtype, seed)
+        walk = _Walk(small, graph, model, flat_inputs(args, kwargs, targets), dtype, seed)
         walk.run()
     return walk.verification(missed)
 

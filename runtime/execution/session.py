@@ -58,15 +58,23 @@ class BatchPrograms:
     executor: Executor
     boundaries: Mapping[Place, BoundaryMetadata]
 
-    def outputs(self) -> dict[str, list[torch.Tensor]]:
-        """Output → its whole values of the last batch, by microbatch, on every rank. Collective."""
+    @property
+    def home(self) -> int | None:
+        """The first rank of the stage that makes all outputs; None if they are of several stages."""
+        stages = {index for (index, _), boundary in self.boundaries.items() if boundary.outputs}
+        return self.executor.plan.stages[stages.pop()].devices[0] if len(stages) == 1 else None
+
+    def outputs(self, shared: bool = True) -> dict[str, list[torch.Tensor]]:
+        """Output → its whole values of the last batch, by microbatch, on every rank; not ``shared``: of other stages
+        than the rank's own, nothing. Collective."""
         return {
-            name: self._whole(index, chunk, name, kind)
+            name: self._whole(index, chunk, name, kind, shared)
             for (index, chunk), boundary in self.boundaries.items()
             for name, kind in boundary.outputs.items()
+            if shared or name in self.executor.training_outputs
         }
 
-    def _whole(self, index: int, chunk: int, name: str, kind: TensorType) -> list[torch.Tensor]:
+    def _whole(self, index: int, chunk: int, name: str, kind: TensorType, shared: bool) -> list[torch.Tensor]:
         """One output of a chunk. All stages take part in one sum, to which one rank adds: a broadcast would let its
         receivers go on to the next step's messages while it is under way."""
         executor, plan = self.executor, self.executor.plan
@@ -75,9 +83,9 @@ class BatchPrograms:
         devices, local = plan.stages[index].devices, executor.training_outputs.get(name)
         if local is not None:
             mine = torch.stack([whole_output(x, executor, chunk, name) for x in local])
-            if executor.state.rank == devices[0] or len(devices) == plan.num_devices:
+            if not shared or executor.state.rank == devices[0] or len(devices) == plan.num_devices:
                 values = mine
-        if len(devices) < plan.num_devices:
+        if shared and len(devices) < plan.num_devices:
             dist.all_reduce(wire(values))
         return list(values)
 

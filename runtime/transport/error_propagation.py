@@ -13,21 +13,22 @@ from .first_error import FirstError, quote
 
 T = TypeVar("T")
 
-__all__ = ["broadcast_from_rank0", "fail_together", "raise_on_all_ranks"]
+__all__ = ["broadcast_from_rank0", "fail_together", "raise_on_all_ranks", "share_from"]
 
 
-def raise_on_all_ranks(fault: Exception | None) -> None:
+def raise_on_all_ranks(fault: Exception | None, value: Any = None) -> list[Any]:
     """Raise on every rank if any rank has a fault: on that rank the fault itself, elsewhere its text as ValueError
-    (RuntimeError for what is no user error). Collective over the world."""
+    (RuntimeError for what is no user error). Else the values of all ranks. Collective over the world."""
     mine = None if fault is None else (isinstance(fault, ValueError), FirstError.of(fault, shared=True))
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    for entry in everyone:
+    dist.all_gather_object(everyone, (mine, value))
+    for entry, _ in everyone:
         if entry is not None:
             users, first = entry
             found = fault or _relayed(users, first)
             quote(found, first)
             raise found
+    return [other for _, other in everyone]
 
 
 def _relayed(users: bool, first: FirstError) -> Exception:
@@ -47,6 +48,18 @@ def fail_together() -> Iterator[None]:
     except Exception as error:
         fault = error
     raise_on_all_ranks(fault)
+
+
+def share_from(rank: int, make: Callable[[], T]) -> T:
+    """Return on every rank the value that one rank makes. All raise the error that it raises. Collective; unlike after
+    a broadcast, no rank goes on before all are here."""
+    fault, value = None, None
+    try:
+        value = make() if dist.get_rank() == rank else None
+    except Exception as error:
+        fault = error
+    found: T = raise_on_all_ranks(fault, value)[rank]
+    return found
 
 
 def broadcast_from_rank0(make: Callable[[], T]) -> T:

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 from meshwright.cli import main
+from meshwright.cli.targets import build_target
 from meshwright.compiler.plan.plan import Plan
 
 TARGETS = """
 import ctypes
 import os
+from collections import UserDict
 import torch
 from torch import nn
 
@@ -51,6 +53,8 @@ def wide():
     return Tiny(64), (torch.zeros(8, 16), torch.zeros(8, 16))
 def keywords():
     return Tiny(), (), {"x": torch.zeros(8, 16), "y": torch.zeros(8, 16)}
+def batch():
+    return Tiny(), UserDict(keywords()[2])
 def branching():
     return Branching(), (torch.zeros(8, 16), torch.zeros(8, 16))
 def huge():
@@ -134,6 +138,7 @@ def test_wishes_several_plans_and_why(folder: Path, capsys: pytest.CaptureFixtur
 def test_keyword_targets_and_built_in_ones(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "cli_targets:keywords", "--cluster", "p3.16xlarge", "--strategy", "dp2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["global_batch"] == 8
+    assert build_target("cli_targets:batch").kwargs.keys() == {"x", "y"}
     assert main(["plan", "gpt-demo", "--cluster", "p3.16xlarge", "--strategy", "dp2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["global_batch"] == 32
 

@@ -33,6 +33,7 @@ CHOSEN = {
     "Spectral, weight and instance norm": ("scientific", "dp2"),
     "Spatial transformer": ("scientific", "dp2"),
     "Radiance field": ("scientific", "pp2"),
+    "Detr": ("vision", "dp2"),
 }
 
 

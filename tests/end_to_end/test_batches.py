@@ -1,5 +1,5 @@
 """Batches as people have them, on real ranks against plain PyTorch: containers, other lengths, a short last batch,
-labels to ignore, and outputs of a training step.
+labels to ignore, outputs and metrics of a training step.
 """
 
 from __future__ import annotations
@@ -102,6 +102,48 @@ def test_shapes_and_outputs_equal_one_device(ranks: Any, strategy: str, options:
         assert kinds == len(set(SIZES))
     for name, value in model.state_dict().items():
         torch.testing.assert_close(results[0][2][name], value, rtol=1e-4, atol=1e-5)
+
+
+# ---- metrics
+
+
+def correct(logits: Tensor, labels: Tensor) -> dict[str, Any]:
+    """What a training loop would log, and which rank was asked."""
+    hits = (logits.argmax(-1) == labels)[labels != IGNORED]
+    return {"accuracy": hits.float().mean(), "words": hits.numel(), "rank": torch.distributed.get_rank()}
+
+
+def measured(strategies: tuple[str, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for strategy in strategies:
+        parallel = bound(strategy)
+        found[strategy] = [
+            parallel.train_step(batch, outputs=("logits",), metrics=lambda x, y=batch["labels"]: correct(x, y))
+            for batch in map(words, range(2))
+        ]
+    texts = []
+    for wrong in ({"metrics": correct}, {"metrics": correct, "outputs": ("logits",)}):  # labels are no targets here
+        with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+            parallel.train_step(words(3), **wrong)  # type: ignore[arg-type]
+        texts.append(str(caught.value))
+    return {**found, "errors": texts}
+
+
+@pytest.mark.ranks
+def test_metrics_are_those_of_one_device(ranks: Any) -> None:
+    losses, logits, _ = one_device([(8, 8)] * 2)
+    for found in ranks.run(2, measured, ("dp2", "tp2", "pp2")):
+        unnamed, raised = found.pop("errors")
+        assert "metrics= is a function of outputs, but got none" in unnamed
+        assert "missing 1 required positional argument: 'labels'" in raised
+        for strategy, steps in found.items():
+            for step, (loss, result) in enumerate(steps):
+                labels = words(step)["labels"]
+                hits = (logits[step].argmax(-1) == labels)[labels != IGNORED]
+                assert float(loss) == pytest.approx(losses[step], rel=1e-4)
+                assert result["accuracy"] == hits.float().mean(), strategy
+                assert result["words"] == hits.numel()
+                assert result["rank"] == (1 if strategy == "pp2" else 0)  # where the logits are
 
 
 # ---- refusals

@@ -16,7 +16,7 @@ from meshwright.compiler.verification.capture_check import check_capture
 from meshwright.compiler.verification.check_rules import check_node, missing_splits
 from meshwright.compiler.verification.split_execution import example_node
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention
 
 from tests.support.clusters import fast_links
 
@@ -42,9 +42,7 @@ class Attention(nn.Module):
         return self.out(attend(q, k, v, document).transpose(1, 2).flatten(2)).square().mean()
 
     def _flex(self, q: Tensor, k: Tensor, v: Tensor, document: Tensor) -> Tensor:
-        def allowed(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return (document[b, i] == document[b, j]) & (i >= j)
-
+        allowed = and_masks(lambda b, h, i, j: document[b, i] == document[b, j], lambda b, h, i, j: i >= j)
         mask = create_block_mask(allowed, q.shape[0], None, LENGTH, LENGTH, device="cpu")
         y = flex_attention(q, k, v, lambda score, b, h, i, j: score + self.slope[h] * (j - i), mask)
         return flex_attention(q, k, y, block_mask=mask)

@@ -50,8 +50,23 @@ class Space(torch.nn.Module):
         return torch.nn.functional.mse_loss(h, self.words(y))
 
 
+class Turned(torch.nn.Module):
+    """Features of words as complex numbers, turned by trained ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.last = torch.nn.Embedding(16, 8), torch.nn.Linear(8, 8)
+        self.turn = torch.nn.Parameter(torch.randn(8, 4, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = torch.view_as_complex(self.words(x).unflatten(-1, (4, 2))) * self.turn
+        return torch.nn.functional.mse_loss(self.last(torch.view_as_real(h).flatten(-2)), self.words(y))
+
+
 def small(kind: str) -> torch.nn.Module:
     torch.manual_seed(0)
+    if kind == "complex":
+        return Turned()
     if kind == "halo":
         return Space()
     if kind in ("moe", "dispatch"):
@@ -108,6 +123,15 @@ def everywhere(change: Callable[[Any, str, int], tuple[Any, int]]) -> Callable[[
 
 def missing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LockstepComm, "all_reduce", lambda self, x, axis, op="sum": x.clone())
+
+
+def missing_complex(patch: pytest.MonkeyPatch) -> None:
+    """What has complex numbers is not summed, and all else is."""
+    original = LockstepComm.all_reduce
+    patch.setattr(
+        LockstepComm, "all_reduce",
+        lambda self, x, *rest, **more: x.clone() if x.is_complex() else original(self, x, *rest, **more),
+    )  # fmt: skip
 
 
 def ungathered(patch: pytest.MonkeyPatch) -> None:
@@ -178,6 +202,7 @@ def unordered_rows(patch: pytest.MonkeyPatch) -> None:
 
 VERIFIED = {
     "a missing all-reduce": ("gpt", "tp2", missing),
+    "a missing all-reduce of a complex gradient": ("complex", "dp2", missing_complex),
     "a doubled reduction": ("gpt", "tp2", everywhere(lambda x, kind, axis: (x * 2, axis))),
     "the wrong group": ("gpt", "dp2,tp2", everywhere(lambda x, kind, axis: (x, 1 - axis))),
     "the wrong peer in a send": ("gpt", "pp2,dp2", wrong_peer),

@@ -19,7 +19,7 @@ from meshwright.compiler.rules import rule_for
 from meshwright.compiler.verification.capture_check import check_capture
 from torch import Tensor, nn
 
-from tests.support.untraceable import Model, batch
+from tests.support.untraceable import Model, Placed, batch, placed
 
 STEPS = 3
 
@@ -60,8 +60,9 @@ def longformer() -> tuple[nn.Module, dict[str, Tensor]]:
 def model_of(middle: str) -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Tensor]]:
     if middle == "Longformer":
         model, inputs = longformer()
+        model.zoo = middle  # its capture, of seconds, is the same for each strategy
         return model, (), inputs
-    return Model(middle), batch(), {}
+    return (Placed(), placed(), {}) if middle == "Placing" else (Model(middle), batch(), {})
 
 
 def trained(middle: str, strategy: str | None, options: dict[str, Any]) -> Any:
@@ -90,7 +91,9 @@ def trained(middle: str, strategy: str | None, options: dict[str, Any]) -> Any:
         ("Branch", "tp2", {"microbatches": 1}),
         ("Branch", None, {"microbatches": 1}),
         ("Longformer", "dp2", {}),
+        ("Longformer", "tp2", {}),
         ("Longformer", "pp2", {}),
+        ("Placing", "dp2", {}),
     ],
 )
 def test_training_equals_the_users_model(ranks, middle: str, strategy: str | None, options: dict[str, Any]) -> None:
@@ -99,7 +102,7 @@ def test_training_equals_the_users_model(ranks, middle: str, strategy: str | Non
     torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-4, atol=0)
     for name, value in state.items():
         torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: name + text)
-    path = "longformer.encoder" if middle == "Longformer" else "blocks.0.middle"
+    path = {"Longformer": "longformer.encoder", "Placing": "placing"}.get(middle, "blocks.0.middle")
     assert any(note.startswith(path) and middle in note for note in notes)
 
 
@@ -197,6 +200,29 @@ def test_pieces_of_transformers_are_ops() -> None:
     assert "modeling_longformer.py:" in node.target.reason
     assert len(rule_for(node).axis_choices(node)) == 2
     assert check_capture(model, graph, (), inputs, (), None) == ""
+
+
+def test_a_module_that_random_values_do_not_suit_is_tried_on_the_example() -> None:
+    model, inputs = Placed(), placed()
+    graph = capture(model, inputs)
+    (node,) = opaque_ops(graph)
+    assert "a Python loop over the batch" in node.target.reason
+    assert "on samples of the example" in node.target.assumed
+    assert [choice.label for choice in rule_for(node).axis_choices(node)] == ["whole", "batch"]
+    assert check_capture(model, graph, inputs, {}, (), None) == ""
+    with pytest.raises(CaptureError, match=r"untraceable.py:\d+: .*a Python loop over the batch.*batch_dims="):
+        capture(model, (torch.zeros_like(inputs[0]), inputs[1]))  # no image has a place in the example either
+    with pytest.raises(CaptureError, match="a Python loop over the batch"):
+        capture(model, tuple(x.to("meta") for x in inputs))
+
+
+def test_results_of_other_shapes_than_at_the_capture_are_refused() -> None:
+    model, inputs = Model("Identity"), batch()
+    mw.opaque(model.blocks[0].first)
+    (node,) = opaque_ops(capture(model, inputs))
+    weights = [torch.zeros(2 * 16, 16), torch.zeros(2 * 16)]
+    with pytest.raises(ValueError, match=r"'blocks.0.first': its results have shapes .* for these values"):
+        node.target.run([*weights, inputs[0]])
 
 
 # ---- what is refused

@@ -1,4 +1,7 @@
-"""Models with a submodule that no export can trace: a naive mixture of experts, a branch on a value, and others."""
+"""Models with a submodule that no export can trace: a naive mixture of experts, a branch on a value, and others.
+
+PYTEST_DONT_REWRITE: an assert of theirs is captured as it stands.
+"""
 
 from __future__ import annotations
 
@@ -110,6 +113,59 @@ class Telling(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, int]:
         return x, int((x > 0).sum())
+
+
+class Placing(nn.Module):
+    """Rows of ``x``, in a Python loop over the batch, at the places where ``ids`` has the number of an image; as many
+    of both."""
+
+    NUMBER = 7
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+        rows, places = torch.cat([self.linear(sample) for sample in x]), ids == self.NUMBER
+        if int(places.sum()) != len(rows):
+            raise ValueError(f"{len(rows)} rows, but {int(places.sum())} places")
+        return torch.zeros(*ids.shape, WIDTH).index_put((places,), rows)
+
+
+class Placed(nn.Module):
+    """Images among words: random words have no place for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.placing, self.last = nn.Linear(WIDTH, WIDTH), Placing(), nn.Linear(WIDTH, 1)
+
+    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+        return self.last(self.placing(ids, self.first(x))).square().mean()
+
+
+def placed(size: int = 8) -> tuple[Tensor, Tensor]:
+    ids = torch.arange(8).repeat(size, 1)
+    ids[:, :TOKENS] = Placing.NUMBER
+    ids[:, 7] = 0
+    return ids, batch(size)[0]
+
+
+class Checked(nn.Module):
+    """Checks of its inputs, and a branch that does more than to raise."""
+
+    def __init__(self, more: bool) -> None:
+        super().__init__()
+        self.more, self.net = more, nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        if labels is not None and (labels.max() >= 3 or not x.isfinite().all()):
+            raise ValueError("a label is too large, or an input is not finite")
+        assert x.abs().max() < 100 and not (labels < 0).any()  # noqa: PT018 - both in one test
+        if self.more and x.mean() > 0:
+            self.more = False
+            raise ValueError("a mean")
+        return nn.functional.cross_entropy(self.net(x), labels)
 
 
 MIDDLES = {

@@ -8,6 +8,8 @@ cut; they are filled in by the rules' ``localize``, and the function then talks 
     cross_entropy    sum and count instead of a mean, so that parts add up; vocabulary-parallel as in arXiv:1909.08053
     batch_norm       batch statistics over all devices that share a batch
     embedding_shard  the rows of a table that this device holds
+    embedding_bag    sums of bags of rows, of equal lengths
+    embedding_bag_shard  the same of any lengths, of the rows that this device holds
     experts          dropless routed feed-forward experts
 
 Two of them have a second form for ``torch.compile``, as pure functions of tensors:
@@ -50,6 +52,8 @@ __all__ = [
     "dispatch",
     "dropout",
     "dropout_ticket",
+    "embedding_bag",
+    "embedding_bag_shard",
     "embedding_shard",
     "experts",
     "plain_cross_entropy",
@@ -352,6 +356,50 @@ def embedding_shard(
     local_padding = padding_idx - start if padding_idx >= start and padding_idx - start < rows else -1
     out = torch.embedding(weight, local.masked_fill_(outside, 0), local_padding)
     return out.masked_fill(outside.unsqueeze(-1), 0)
+
+
+def embedding_bag(
+    weight: Tensor, index: Tensor, mode: int = 0, padding_idx: int = -1, vocab_axes: tuple[int, ...] = ()
+) -> Tensor:
+    """The sum (mode 0), mean (1) or maximum (2) [bag, hidden] of each bag's rows; index: [bag, rows of a bag].
+
+    With ``vocab_axes`` the weight is this device's block of rows, and the result an addend of sums, or of means without
+    a padding_idx.
+    """
+    if not vocab_axes:
+        padding = None if padding_idx < 0 else padding_idx
+        return F.embedding_bag(index, weight, mode=("sum", "mean", "max")[mode], padding_idx=padding)
+    rows = weight.shape[0]
+    local = index - block_index(vocab_axes, current_context().comm) * rows
+    outside = (local < 0) | (local >= rows) | (index == padding_idx)
+    factors = weight.new_full(index.shape, 1.0 if mode == 0 else 1 / index.shape[1]).masked_fill(outside, 0)
+    return F.embedding_bag(local.masked_fill_(outside, 0), weight, mode="sum", per_sample_weights=factors)
+
+
+def embedding_bag_shard(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    mode: int,
+    per_sample_weights: Tensor | None,
+    include_last_offset: bool,
+    vocab_axes: tuple[int, ...],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``aten.embedding_bag`` on this device's block of rows: addends [bag, hidden] of the sums (mode 0) or means (1) of
+    rows by global number, and what the op notes of its bags, whole."""
+    rows = weight.shape[0]
+    local = indices - block_index(vocab_axes, current_context().comm) * rows
+    outside = (local < 0) | (local >= rows)
+    factors = weight.new_ones(indices.shape) if per_sample_weights is None else per_sample_weights
+    out, *notes = torch.ops.aten.embedding_bag.default(
+        weight, local.masked_fill_(outside, 0), offsets, False, 0, False, factors.masked_fill(outside, 0),
+        include_last_offset,
+    )  # fmt: skip
+    if mode == 1:
+        starts = offsets if include_last_offset else torch.cat([offsets, offsets.new_tensor([indices.shape[0]])])
+        sizes = starts.diff()
+        out, notes[1:] = out / sizes.clamp(min=1).unsqueeze(-1), [sizes, sizes.clone()]
+    return out, *notes
 
 
 # ---- experts

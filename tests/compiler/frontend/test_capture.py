@@ -6,6 +6,7 @@ import copy
 import re
 from typing import Any
 
+import meshwright as mw
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,7 @@ from meshwright.compiler.ir.graph import CAPTURE_BATCH, Graph, op_name
 from meshwright.compiler.ir.ops.experts import experts
 from torch import Tensor, nn
 
+from tests.support.untraceable import Checked
 from tests.support.zoo import ZOO
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -497,6 +499,35 @@ def test_a_module_that_converts_itself_to_its_own_dtype() -> None:
     with pytest.raises(CaptureError, match=re.escape("self.net.to(x.dtype)")):
         capture(model, (x.double(),))
     assert nn.Module.to is to
+
+
+def test_checks_that_only_raise_are_left_out_and_noted() -> None:
+    inputs = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+    model, before = Checked(more=False), Tensor.__bool__
+    graph = capture(model, inputs)
+    torch.testing.assert_close(interpret(graph.with_batch(4), model, inputs, {})["loss", "loss"], model(*inputs))
+    first = Checked.forward.__code__.co_firstlineno
+    (note,) = graph.notes
+    assert re.findall(r"untraceable.py:(\d+)", note) == [str(first + 1), str(first + 3)]
+    plan = mw.plan(model, "local:1", example_inputs=inputs, cache=False)
+    assert note in plan.prediction.notes
+    assert Tensor.__bool__ is before
+    with pytest.raises(
+        CaptureError, match=r"`if self.more and x.mean\(\) > 0:`: cannot be captured: the code branches"
+    ):
+        capture(Checked(more=True), inputs)
+
+
+def test_counts_of_integers_that_cpus_do_not_have() -> None:
+    class Counts(nn.Module):
+        def forward(self, x: Tensor, w: Tensor) -> Tensor:
+            return (torch.histc(x, bins=4, min=0, max=4) * w).sum()
+
+    x, w, histc = torch.tensor([[0, 1, 4], [3, 3, 5]]), torch.randn(4), torch.histc
+    graph = capture(Counts(), (x, w), batch_dims={"args.1": None}).with_batch(2)
+    found = interpret(graph, Counts(), (x, w), {})["loss", "loss"]
+    torch.testing.assert_close(found, (torch.histc(x.float(), bins=4, min=0, max=4) * w).sum())
+    assert torch.histc is histc
 
 
 def test_a_failed_capture_leaves_the_model_as_it_was() -> None:

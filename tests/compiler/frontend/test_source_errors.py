@@ -13,6 +13,7 @@ import transformers
 from meshwright.compiler.errors import CaptureError
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.opaque_modules import Choice
+from meshwright.compiler.verification.capture_check import check_capture
 from torch import Tensor, nn
 
 BATCH, LENGTH, PREDICTED = 4, 8, 4
@@ -82,7 +83,6 @@ def _series(kind: str, **settings: Any) -> Case:
         (longformer, "modeling_longformer.py:", "`if is_global_attn:`"),
         (detr, "modeling_detr.py:", "branches on a tensor's value; use torch.where"),
         (lambda: _series("Autoformer"), "modeling_autoformer.py:", "keep it a tensor"),
-        (lambda: _series("Informer"), "modeling_informer.py:", "distil=False"),
     ],
 )
 def test_the_line_of_the_library_is_named_with_its_caller(
@@ -100,9 +100,13 @@ def test_the_line_of_the_library_is_named_with_its_caller(
     assert advice in text
 
 
-def test_what_the_advice_for_informer_says_is_true() -> None:
-    model, args, kwargs = _series("Informer", distil=False)
-    assert len(capture(Wrapper(model), args, kwargs)) > 100
+def test_a_mask_that_hides_nothing_is_left_out_as_in_training() -> None:
+    """An Informer's layer shortens the sequence, and not the mask that transformers makes for exports."""
+    model, args, kwargs = _series("Informer")
+    before = transformers.masking_utils._ignore_bidirectional_mask_sdpa
+    graph = capture(Wrapper(model), args, kwargs)
+    assert check_capture(Wrapper(model), graph, args, kwargs, (), None) == ""
+    assert transformers.masking_utils._ignore_bidirectional_mask_sdpa is before
 
 
 def test_ops_of_a_wrapped_model_have_the_lines_of_the_model() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -39,7 +40,7 @@ from tests.support.planning import make_plan
 from tests.support.prices import measured_state
 from tests.support.ranks import RankPool
 from tests.support.stage_memory import stage_memory
-from tests.support.zoo import ZOO
+from tests.support.zoo import HIDDEN, SEQUENCE, ZOO
 
 
 # ---- optimizers
@@ -283,6 +284,32 @@ def test_layers_that_run_again_keep_less(graph_of_gpt) -> None:
         assert same[0] == same[1] == same[2]
     with_notes = [plan.prediction.notes for plan in (plain, some, full)]
     assert not any("memory of stage" in note for notes in with_notes for note in notes)
+
+
+def test_what_runs_again_is_there_while_its_layer_goes_backward(graph_of_gpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the check sees a count that leaves it out."""
+    plain, full = (
+        make_plan(graph_of_gpt, A100, 64, 8, parse_strategy("pp2"), alternatives=False, recompute=mode)
+        for mode in ("none", "full")
+    )
+    hidden = 8 * SEQUENCE * HIDDEN * 4  # bytes of a microbatch between layers
+    widest = 2 * 4 * hidden  # of a feed-forward, before and behind its activation
+
+    def extra() -> list[float]:
+        found = [[stage_memory(graph_of_gpt, plan, k)["temporary"] for k in range(2)] for plan in (plain, full)]
+        return [again - before for before, again in zip(*found)]
+
+    assert min(extra()) > widest
+
+    @contextmanager
+    def uncounted(self: Tracker) -> Iterator[None]:
+        with original(self), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self, "watch", lambda x, cause=None: x)
+            yield
+
+    original = Tracker.repeating
+    monkeypatch.setattr(Tracker, "repeating", uncounted)
+    assert max(extra()) < widest
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

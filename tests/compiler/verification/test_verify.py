@@ -9,7 +9,7 @@ import meshwright as mw
 import pytest
 import torch
 from meshwright.compiler.ir.spec import parse_spec
-from meshwright.compiler.verification import Verification, parts
+from meshwright.compiler.verification import Verification, capture_check, parts
 from meshwright.compiler.verification.compare import Tolerance, difference
 from meshwright.compiler.verification.lockstep import LockstepComm
 from torch import nn
@@ -31,6 +31,13 @@ def planned(name: str, devices: int, *, batch: int = 8, executable: bool = False
 def verified(name: str, devices: int, **asked: Any) -> Verification:
     plan, model, inputs = planned(name, devices, **asked)
     return mw.verify(plan, model, **inputs)
+
+
+def test_a_capture_is_compared_in_both_parts_of_complex_numbers() -> None:
+    loss, gradient = torch.ones(()), torch.randn(4, dtype=torch.complex64)
+    runs = [(loss, {"turn": x}) for x in (gradient, gradient, gradient.conj().resolve_conj())]
+    assert not capture_check._difference((runs[0], runs[1]), None)
+    assert "gradient of 'turn'" in capture_check._difference((runs[0], runs[2]), None)
 
 
 # ---- sound plans
@@ -68,8 +75,9 @@ def test_frozen_weights_and_weights_without_values() -> None:
     with torch.device("meta"):
         model, x = MLP(32), torch.zeros(16, 32)
     model.up.requires_grad_(False)
-    plan = mw.plan(model, fast_links(4), example_inputs=(x, x), strategy="pp2,tp2", microbatches=2)
-    found = mw.verify(plan, model, example_inputs=(x, x))
+    batch: Any = {"x": x, "y": x}  # as a loader gives it
+    plan = mw.plan(model, fast_links(4), example_inputs=batch, strategy="pp2,tp2", microbatches=2)
+    found = mw.verify(plan, model, example_inputs=batch)
     assert found.ok, str(found)
     assert found.microbatch_size == 2  # of 8: the smallest whose cuts are even
     assert all(p.is_meta for p in model.parameters())
