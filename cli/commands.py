@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from .picture import add_picture_options, asks_for_pictures, write_pictures
 from .terminal import answers_only, progress_bar, width
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
@@ -120,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="explain a plan file")
     show.add_argument("plan", type=Path, metavar="PLAN")
     show.add_argument("--json", action="store_true", help="print one JSON object with the figures")
+    add_picture_options(show, target_help)
     show.set_defaults(run=_show)
 
     why = commands.add_parser("why", help="list what other choices for a layer, module, op or weight would cost")
@@ -316,6 +318,12 @@ def _show(arguments: argparse.Namespace) -> None:
     from ..compiler.report.explain import summary_json
 
     plan = _load(arguments.plan)
+    if asks_for_pictures(arguments):
+        for path in filter(None, (arguments.html, arguments.trace)):
+            _writable(path)
+        with progress_bar() as progress, answers_only():
+            write_pictures(plan, arguments, _load, lambda target: _captured(target, progress))
+        return
     print(json.dumps(summary_json(plan)) if arguments.json else plan.explain(width=width()))
 
 
