@@ -27,7 +27,8 @@ function describe(type, spec, stage) {
 function blocks(type, spec, stage, width, height) {
   const { parts, sums } = cuts(type, spec, stage.mesh);
   const order = parts.map((n, d) => d).sort((a, b) => parts[b] - parts[a] || a - b).slice(0, 2).sort((a, b) => a - b);
-  const clipped = order.map((d) => Math.min(parts[d], 16)), [rows, columns] = order.length === 2 ? clipped : [1, clipped[0] ?? 1];
+  const small = height < 30 && order.length === 2 && parts[order[1]] === 1;  // stripes of a small picture stand upright
+  const clipped = order.map((d) => Math.min(parts[d], 16)), [rows, columns] = small ? [1, clipped[0]] : order.length === 2 ? clipped : [1, clipped[0] ?? 1];
   const box = element("span", { class: `blocks${sums.length ? " sum" : ""}`, role: "img", "aria-label": describe(type, spec, stage), title: describe(type, spec, stage) });
   box.style.cssText = `width:${width}px;height:${height}px;grid-template:repeat(${rows},1fr)/repeat(${columns},1fr)`;
   for (let k = 0; k < rows * columns; k++) box.append(element("span", { class: k === 0 ? "held" : null }, k === 0 && sums.length ? "Σ" : ""));
@@ -42,6 +43,7 @@ function renamed(path, like, name) {
 }
 const messagesOfRow = (messages, axes) => table(["when", "collective", "over", "bytes", "seconds", "of"],
   messages.map(([phase, kind, over, size, s, of]) => [phase, words(kind), over.map((k) => axes[k]).join(", "), bytes(size), seconds(s), of]), [3, 4]);
+const collectives = (messages, axes) => (messages.length ? element("div", { class: "scroll" }, messagesOfRow(messages, axes)) : element("p", {}, "None."));
 const sum = (list, f) => list.reduce((total, x) => total + f(x), 0);
 const sentSeconds = (messages) => sum(messages, (m) => m[4]);
 function sentWords(messages) {
@@ -59,7 +61,7 @@ function showOp(op, path, stage) {
   panel(path, element("p", {}, `${op.op}, ${op.type}: ${labelWords(op, stage)}`),
     element("div", { class: "specs" }, shown(parsedType(op.type), op.spec, stage, "output")),
     element("p", {}, `Forward ${seconds(op.forward_s)}, backward ${seconds(op.backward_s)} of a microbatch, without collectives${op.again ? "; the backward runs the forward again" : ""}.`),
-    element("h4", {}, "Collectives"), op.messages.length ? messagesOfRow(op.messages, stage.axes) : element("p", {}, "None."));
+    element("h4", {}, "Collectives"), collectives(op.messages, stage.axes));
 }
 function showWeight(weight, path, stage) {
   const type = parsedType(weight.type), home = weight.sharding, [value, back] = home.compute.split("|");
@@ -67,13 +69,13 @@ function showWeight(weight, path, stage) {
   panel(path, element("p", {}, `${weight.type}: ${words[weight.pattern] ?? weight.pattern}`),
     element("div", { class: "specs" }, shown(type, value, stage, "read"), shown(type, back, stage, "gradient made"), shown(type, home.stored, stage, "stored"), shown(type, home.gradient, stage, "gradient kept"), shown(type, home.optimizer, stage, "optimizer state")),
     element("p", {}, `Gathered once per ${home.gather}, reduced once per ${home.reduce}.`),
-    element("h4", {}, "Collectives"), weight.messages.length ? messagesOfRow(weight.messages, stage.axes) : element("p", {}, "None of its own."));
+    element("h4", {}, "Collectives"), collectives(weight.messages, stage.axes));
 }
 function showLayer(layer, stage, index) {
   const kind = kinds[layer.kind], why = data.outline.why[layer.kind], all = [...kind.ops.flatMap((op) => op.messages), ...kind.weights.flatMap((w) => w.messages), ...kind.gathers];
   const subjects = [...new Set((why ?? []).map((row) => row.subject))];
   panel(layer.name, element("p", {}, `Stage ${index}; recompute: ${layer.recompute}. Ops take ${seconds(sum(kind.ops, (op) => op.forward_s))} forward and ${seconds(sum(kind.ops, (op) => op.backward_s))} backward per microbatch, without collectives.`),
-    element("h4", {}, "Collectives"), all.length ? messagesOfRow(all, stage.axes) : element("p", {}, "None."),
+    element("h4", {}, "Collectives"), collectives(all, stage.axes),
     element("h4", {}, "Why"),
     why ? subjects.map((subject) => [element("p", {}, subject.replace(layer.like, layer.first)), table(["", "per step", "per device", ""], why.filter((row) => row.subject === subject).map((row) => ({
       chosen: row.chosen, cells: [`${row.chosen ? "→ " : ""}${row.label}`, row.chosen ? "" : row.seconds === null ? "–" : `${row.seconds >= 0 ? "+" : ""}${seconds(row.seconds)}`, row.chosen ? "" : row.bytes === null ? "–" : `${row.bytes >= 0 ? "+" : ""}${bytes(row.bytes)}`, row.chosen ? "chosen" : row.reason],
@@ -112,12 +114,12 @@ function moduleTree(layer, stage) {
 }
 function startModel() {
   byId("model-missing").textContent = data.outline.missing;
-  const one = (layer, stage, index) => row([choose(layer.name, () => showLayer(layer, stage, index)), element("span", { class: "role" }, ` ${layerWords(layer)}`)], () => moduleTree(layer, stage));
+  const one = (layer, stage, index, note = "") => row([choose(layer.name, () => showLayer(layer, stage, index)), element("span", { class: "role" }, ` ${[layerWords(layer), note].filter(Boolean).join(" · ")}`)], () => moduleTree(layer, stage));
   byId("tree").append(...data.tree.map((group) => {
     const stage = data.stages[group.stage], where = data.timeline.chunks > 1 ? `stage ${group.stage}, virtual stage ${group.chunk}` : `stage ${group.stage}`;
-    const role = element("span", { class: "role" }, ` ${group.count > 1 ? `× ${group.count} alike, ` : ""}${where}`);
+    const note = `${group.count > 1 ? `× ${group.count} alike, ` : ""}${where}`, role = element("span", { class: "role" }, ` ${note}`);
     if (group.words) return row([group.title, role], () => [group.words.length ? table(["weights", "how they are sharded"], group.words) : element("p", {}, "No weights.")]);
-    if (group.layers.length === 1) { const made = one(group.layers[0], stage, group.stage); made.firstChild.append(role); return made; }
+    if (group.layers.length === 1) return one(group.layers[0], stage, group.stage, note);
     return row([group.title, role], () => group.layers.map((layer) => one(layer, stage, group.stage)));
   }));
 }

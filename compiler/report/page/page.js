@@ -7,7 +7,7 @@ function startOverview() {
 
 function meshGrid(stage) {
   const [first, last] = stage.devices, n = last - first + 1, columns = stage.mesh.at(-1) ?? 1;
-  if (n > 64) return element("span", {}, `devices ${first}–${last}`);
+  if (n > 64) return element("span", {}, `devices ${range(first, last)}`);
   const grid = element("span", { class: "mesh" }, Array.from({ length: n }, (_, k) => element("span", {}, String(first + k))));
   grid.style.gridTemplateColumns = `repeat(${columns}, auto)`;
   return grid;
@@ -34,7 +34,7 @@ function startCluster() {
     const layers = group.length > 1 ? `${stage.layers.join(" + ")} … ${last.layers.join(" + ")}` : stage.layers.join(" + ");
     const bar = element("span", { class: "bar" }, element("i", {}));
     bar.firstChild.style.width = `${Math.min(100, 100 * peak / stage.limit_bytes)}%`;
-    return [span(group), `${stage.devices[0]}–${last.devices[1]}`, element("div", {}, element("div", {}, stage.mesh.map((size, k) => `${size} ${stage.axes[k]}`).join(" × ") || "one device"), meshGrid(stage)), layers, seconds(stage.forward_s), seconds(stage.backward_s), percent(stage.busy_s / data.step_s), element("span", {}, bar, `${bytes(peak)} of ${bytes(stage.limit_bytes)}`)];
+    return [span(group), range(stage.devices[0], last.devices[1]), element("div", {}, element("div", {}, stage.mesh.map((size, k) => `${size} ${stage.axes[k]}`).join(" × ") || "one device"), meshGrid(stage)), layers, seconds(stage.forward_s), seconds(stage.backward_s), percent(stage.busy_s / data.step_s), element("span", {}, bar, `${bytes(peak)} of ${bytes(stage.limit_bytes)}`)];
   }), [4, 5, 6]));
 }
 
@@ -62,28 +62,28 @@ function drawMemory(index) {
   draw("memory-chart", 330, (ink) => ({
     legend: legend(ink),
     tooltip: { trigger: "axis", confine: true, backgroundColor: ink.raised, borderColor: ink.line, textStyle: { color: ink.ink, fontSize: 13 }, formatter: (items) => tip(time(items[0].value[0]), items.map((p) => `${p.seriesName}: ${bytes(p.value[1])}`)) },
-    grid: { left: 74, right: 90, top: 40, bottom: 56 },
+    grid: { left: 74, right: 24, top: 40, bottom: 56 },
     xAxis: axis(ink, { type: "value", min: 0, max: endTick, label: { formatter: time } }),
-    yAxis: axis(ink, { type: "value", label: { formatter: bytes }, max: Math.max(stage.limit_bytes, Object.values(stage.memory).reduce((a, b) => a + b, 0)) * 1.04, interval: niceBytes(stage.limit_bytes) }),
+    yAxis: axis(ink, { type: "value", label: { formatter: bytes }, max: Math.max(stage.limit_bytes, Object.values(stage.memory).reduce((a, b) => a + b, 0)) * 1.09, interval: niceBytes(stage.limit_bytes) }),
     dataZoom: [{ type: "slider", filterMode: "none", bottom: 6, height: 18, labelFormatter: (t) => time(t), textStyle: { color: ink.quiet } }],
     series: causes.map((cause) => ({
       name: words(cause), type: "line", stack: "bytes", step: "end", symbol: "none", lineStyle: { width: 1 }, itemStyle: paint(CAUSES.indexOf(cause)), areaStyle: { color: COLOURS[CAUSES.indexOf(cause) % 8], opacity: 0.85, decal: PATTERNS[CAUSES.indexOf(cause) % 8] },
       data: shown.map(([t, count]) => [t, cause === "activations" ? stage.memory[cause] * count / most : stage.memory[cause]]),
-      markLine: cause === causes[0] ? { silent: true, symbol: "none", lineStyle: { color: ink.ink, type: "dashed", width: 2 }, label: { formatter: `limit\n${bytes(stage.limit_bytes)}`, color: ink.ink }, data: [{ yAxis: stage.limit_bytes }] } : undefined,
+      markLine: cause === causes[0] ? { silent: true, symbol: "none", precision: 12, lineStyle: { color: ink.ink, type: "dashed", width: 2 }, label: { formatter: `limit ${bytes(stage.limit_bytes)}`, position: "insideEndTop", color: ink.ink }, data: [{ yAxis: stage.limit_bytes }] } : undefined,
     })),
   }));
 }
 const niceBytes = (limit) => 2 ** Math.round(Math.log2(limit / 5));
 function bars(name, field, options) {
   const groups = alikeStages((stage) => stage[field]), causes = options.causes, rows = groups.map((group) => `stage ${span(group)}`);
-  draw(name, 90 + 30 * groups.length, (ink) => ({
-    legend: legend(ink, { data: causes.map(words) }), grid: { left: 90, right: 110, top: 34, bottom: 42 },
+  draw(name, 96 + 30 * groups.length, (ink) => ({
+    legend: legend(ink, { data: causes.map(words) }), grid: { left: 90, right: 90, top: 58, bottom: 34 },
     xAxis: axis(ink, { type: "value", label: { formatter: options.text, hideOverlap: true }, max: options.max, interval: options.interval }),
     yAxis: axis(ink, { type: "category", data: rows, inverse: true }),
     series: causes.map((cause, k) => ({
       name: words(cause), type: "bar", stack: "all", barMaxWidth: 20, itemStyle: options.paint(cause, k, ink), tooltip: { formatter: (p) => tip(`${words(cause)}, ${p.name}`, [options.text(p.value)]) },
       data: groups.map((group) => options.value(data.stages[group[0]], cause)),
-      markLine: k === 0 ? { silent: true, symbol: "none", data: options.marks.map(([x, label, type]) => ({ xAxis: x, label: { formatter: label, color: ink.ink, position: "start", distance: 20 }, lineStyle: { color: ink.ink, type, width: 2 } })) } : undefined,
+      markLine: k === 0 ? { silent: true, symbol: "none", precision: 12, data: options.marks.map(([x, label, type, align]) => ({ xAxis: x, label: { formatter: label, color: ink.ink, position: "start", distance: 5, align }, lineStyle: { color: ink.ink, type, width: 2 } })) } : undefined,
     })),
   }));
   return groups;
@@ -91,13 +91,13 @@ function bars(name, field, options) {
 function startMemory() {
   const groups = alikeStages((stage) => [stage.memory, stage.limit_bytes]), pick = byId("memory-stage"), causes = causesOf("memory");
   // stages that hold as much still do so at other times
-  pick.append(...data.stages.map((stage, k) => element("option", { value: k }, `${k}: devices ${stage.devices[0]}–${stage.devices[1]}`)));
+  pick.append(...data.stages.map((stage, k) => element("option", { value: k }, `${k}: devices ${range(...stage.devices)}`)));
   const fullest = data.stages.map((stage) => Object.values(stage.memory).reduce((a, b) => a + b, 0));
   pick.value = String(fullest.indexOf(Math.max(...fullest)));
   pick.addEventListener("change", () => drawMemory(Number(pick.value)));
   drawMemory(Number(pick.value));
   const limit = Math.max(...data.stages.map((stage) => stage.limit_bytes));
-  bars("peak-chart", "memory", { causes, text: bytes, max: limit * 1.02, interval: niceBytes(limit), value: (stage, cause) => stage.memory[cause] ?? 0, paint: (cause) => paint(CAUSES.indexOf(cause)), marks: [[Math.min(...data.stages.map((s) => s.limit_bytes)), "limit", "dashed"]] });
+  bars("peak-chart", "memory", { causes, text: bytes, max: limit * 1.02, interval: niceBytes(limit), value: (stage, cause) => stage.memory[cause] ?? 0, paint: (cause) => paint(CAUSES.indexOf(cause)), marks: [[Math.min(...data.stages.map((s) => s.limit_bytes)), `limit ${bytes(limit)}`, "dashed", "center"]] });
   byId("memory-table").append(table(["stage", ...causes.map(words), "sum", "limit"], groups.map((group) => { const stage = data.stages[group[0]]; return [span(group), ...causes.map((c) => bytes(stage.memory[c] ?? 0)), bytes(fullest[group[0]]), bytes(stage.limit_bytes)]; }), [...causes.keys()].map((k) => k + 1).concat(causes.length + 1, causes.length + 2)));
   if (data.timeline.measured) byId("memory-table").append(table(["rank", "stage", "most that was held"], data.timeline.measured.ranks.map((r) => [r.rank, r.stage ?? "idle", r.peak_bytes ? bytes(r.peak_bytes) : "not measured"]), [2]));
 }
@@ -106,7 +106,7 @@ function startMemory() {
 function startSeconds() {
   const causes = [...causesOf("seconds"), "idle"], value = (stage, cause) => (cause === "idle" ? stage.idle_s : stage.seconds[cause] ?? 0);
   const groups = bars("seconds-chart", "seconds", {
-    causes, text: seconds, value, marks: [[data.step_s, "step", "solid"], [data.bound_s, data.bound_s > 0.97 * data.step_s ? "" : "bound", "dashed"]], max: data.step_s * 1.04,
+    causes, text: seconds, value, marks: [[data.step_s, `step ${seconds(data.step_s)}`, "solid", "left"], [data.bound_s, `bound ${seconds(data.bound_s)} `, "dashed", "right"]], max: data.step_s * 1.04,
     paint: (cause, k, ink) => (cause === "idle" ? { color: "transparent", borderColor: ink.quiet, borderType: "dashed", borderWidth: 1 } : paint(k)),
   });
   const beside = data.stages.some((stage) => Object.keys(stage.beside).length) ? " Messages between stages and the part of the gradient reduction that runs beside the backward are in no bar." : "";
@@ -170,7 +170,7 @@ function setTheme() {
 setTheme();
 system.addEventListener("change", () => { setTheme(); redraw(); });
 byId("theme").addEventListener("click", () => { forced = !dark(); setTheme(); redraw(); });
-for (const start of [startOverview, startCluster, startTimeline, startModel, startMemory, startSeconds, startChoices, startSearch, startPrices]) start();
+for (const start of [startOverview, startCluster, startTimeline, startModel, startMemory, startSeconds, startChoices, startSearch, startPrices]) { const t = performance.now(); start(); (window.__times ??= []).push([start.name, Math.round(performance.now() - t)]); }
 let resizing = 0;
 addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(() => { for (const { chart } of charts.values()) chart.resize(); chartOf("timeline-chart").dispatchAction({ type: "dataZoom", dataZoomIndex: 0, start: 100 * view[0] / endTick, end: 100 * view[1] / endTick }); }, 120); });
 document.documentElement.dataset.ready = "1";

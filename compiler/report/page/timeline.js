@@ -45,21 +45,28 @@ if (line.measured) for (const name of ["forward", "backward", "end of step", "re
 function windowItems(from, to, width) {
   const out = Object.fromEntries(SERIES.map((name) => [name, []])), px = (to - from) / width, hidden = new Set();
   const put = (series, row, a, b, top, height, title, details = []) => out[series].push({ value: [row, Math.max(a, from), Math.min(b, to), top, height], title, details, label: (b - a) / px > 22 ? title : "" });
-  const budget = Math.max(60, 9000 / numStages);
+  const budget = Math.max(60, 4000 / numStages), block = Math.max(4, width * numStages / 1200);
   line.stages.forEach((stage, s) => {
     const row = actionsOf[s], lo = firstAfter(row, from);
     let hi = lo;
     while (hi < row.n && row.start[hi] < to) hi++;
-    if (hi - lo <= budget || hi - lo <= width / 3) single(stage, s, row, lo, hi, px, put);
-    else merged(s, row, lo, hi, from, px, put);
+    if (hi - lo <= budget) single(stage, s, row, lo, hi, px, put);
+    else merged(s, row, lo, hi, from, px, block, put);
     for (const [name, start, length, how] of stage.ends) if (start < to && start + length > from) put("end of step", s, start, start + length, how === "beside" ? 0.74 : 0, how === "beside" ? 0.2 : 0.7, name, [time(length), how === "beside" ? "hidden behind the last backward" : "after the last action"]);
     const sent = messagesOf[s];
-    let before = -Infinity;
-    for (let i = 0; i < sent.n; i++) {
-      if (sent.end[i] <= from || sent.start[i] >= to || sent.start[i] - before < px) continue;
-      const [source, forward] = sent.codes[sent.code[i]];
-      before = sent.end[i] - sent.start[i] < px ? sent.start[i] : -Infinity;
-      put("message", s, sent.start[i], Math.max(sent.end[i], sent.start[i] + px), 0.74, 0.2, `${forward ? "activation" : "gradient"} of microbatch ${sent.mb[i]}`, [`from stage ${source}, ${time(sent.end[i] - sent.start[i])}`]);
+    const few = sent.n && sent.n * (to - from) / endTick <= budget;
+    for (let i = 0; i < sent.n;) {
+      if (sent.end[i] <= from || sent.start[i] >= to) { i++; continue; }
+      if (few) {
+        const [source, forward] = sent.codes[sent.code[i]];
+        put("message", s, sent.start[i], Math.max(sent.end[i], sent.start[i] + px), 0.74, 0.2, `${forward ? "activation" : "gradient"} of microbatch ${sent.mb[i]}`, [`from stage ${source}, ${time(sent.end[i] - sent.start[i])}`]);
+        i++;
+        continue;
+      }
+      const begin = Math.max(from, sent.start[i]), end = begin + block * px;
+      let busy = 0, count = 0;
+      for (; i < sent.n && sent.start[i] < end; i++, count++) busy += sent.end[i] - sent.start[i];
+      put("message", s, begin, end, 0.74, 0.2 * Math.min(1, busy / (end - begin)), `${count} messages`, [`on their way ${percent(busy / (end - begin))} of this stretch`]);
     }
   });
   return out;
@@ -86,11 +93,11 @@ function single(stage, s, row, lo, hi, px, put) {
 }
 
 // Dense actions as blocks of a few pixels: bands as high as the share of time of each kind.
-function merged(s, row, lo, hi, from, px, put) {
+function merged(s, row, lo, hi, from, px, block, put) {
   for (let i = lo; i < hi;) {
     const begin = Math.max(row.start[i], from), share = {};
     let j = i, last = begin;
-    while (j < hi && row.end[j] - begin < 4 * px) { const [name] = KINDS[row.codes[row.code[j]][0]]; share[name] = (share[name] ?? 0) + row.end[j] - Math.max(row.start[j], from); last = row.end[j++]; }
+    while (j < hi && row.end[j] - begin < block * px) { const [name] = KINDS[row.codes[row.code[j]][0]]; share[name] = (share[name] ?? 0) + row.end[j] - Math.max(row.start[j], from); last = row.end[j++]; }
     if (j === i) { const [name] = KINDS[row.codes[row.code[i]][0]]; share[name] = row.end[i] - begin; last = row.end[j++]; }
     const end = j < row.n && row.start[j] - last < px ? row.start[j] : last;
     let top = 0;
@@ -131,7 +138,6 @@ function renderItem(ink, name) {
     return { type: "rect", shape: { x: x0, y: top, width: w, height }, style: { fill: look.color, decal: w > 9 && height > 6 ? look.decal : undefined, opacity: name === "bubble" ? 0.45 : 1, stroke: w > 5 ? ink.ground : undefined, lineWidth: 0.6 } };
   };
 }
-const labelled = (item, ink) => item.label && rowHeight > 20 ? { ...item, itemStyle: { color: "#000" } } : item;
 
 function timelineSeries(ink, width) {
   const items = windowItems(...view, width), all = [];
@@ -140,7 +146,7 @@ function timelineSeries(ink, width) {
   for (const [some, grid] of grids) for (const name of names) {
     all.push({
       id: `${name}-${grid}`, name, type: "custom", xAxisIndex: grid, yAxisIndex: grid, clip: true, renderItem: renderItem(ink, name), encode: { x: [1, 2], y: 0 },
-      itemStyle: name === "bubble" ? { color: ink.quiet, opacity: 0.5 } : paint(LOOK[name]), data: some[name],
+      itemStyle: name === "bubble" ? { color: ink.ground, borderColor: ink.quiet, decal: { ...lines(Math.PI / 4, 4), color: ink.quiet } } : paint(LOOK[name]), data: some[name],
       tooltip: { formatter: (p) => tip(p.data.title || name, p.data.details) },
     });
   }

@@ -16,7 +16,7 @@ function element(tag, attributes = {}, ...children) {
 const digits = (x) => (x >= 100 ? Math.round(x).toLocaleString("en") : Number(x.toPrecision(3)).toString());
 function seconds(s) {
   const sign = s < 0 ? "−" : "", x = Math.abs(s);
-  return sign + (x >= 1 || x === 0 ? `${digits(x)} s` : x >= 1e-3 ? `${digits(x * 1e3)} ms` : `${digits(x * 1e6)} µs`);
+  return sign + (x >= 1 || x === 0 ? `${digits(x)} s` : x >= 1e-3 ? `${digits(x * 1e3)} ms` : x >= 1e-6 ? `${digits(x * 1e6)} µs` : `${digits(x * 1e9)} ns`);
 }
 function bytes(b) {
   const x = Math.abs(b), sign = b < 0 ? "−" : "";
@@ -25,7 +25,8 @@ function bytes(b) {
 }
 const percent = (x) => `${digits(100 * x)} %`;
 const words = (name) => name.replaceAll("_", " ");
-const span = (numbers) => (numbers.length > 1 ? `${numbers[0]}–${numbers.at(-1)}` : `${numbers[0]}`);
+const range = (a, b) => (a === b ? `${a}` : `${a}–${b}`);
+const span = (numbers) => range(numbers[0], numbers.at(-1));
 
 // Neighbouring stages with equal keys, as [first, …, last].
 function alikeStages(key) {
@@ -73,7 +74,7 @@ function draw(name, height, option, after = () => {}) {
 const chartOf = (name) => charts.get(name).chart;
 function redraw() { for (const entry of charts.values()) entry.chart = entry.make(); }
 const legend = (ink, more = {}) => ({ type: "scroll", top: 0, textStyle: { color: ink.ink }, pageTextStyle: { color: ink.ink }, pageIconColor: ink.ink, itemWidth: 22, itemHeight: 13, ...more });
-const axis = (ink, more = {}) => ({ axisLine: { lineStyle: { color: ink.line } }, axisLabel: { color: ink.quiet, ...more.label }, splitLine: { lineStyle: { color: ink.line, opacity: 0.6 } }, nameTextStyle: { color: ink.quiet }, ...more });
+const axis = (ink, more = {}) => ({ axisLine: { lineStyle: { color: ink.line } }, axisLabel: { color: ink.quiet, showMaxLabel: more.max === undefined, ...more.label }, splitLine: { lineStyle: { color: ink.line, opacity: 0.6 } }, nameTextStyle: { color: ink.quiet }, ...more });
 
 function table(head, rows, numbers = []) {
   const cell = (tag, value, k) => element(tag, { class: numbers.includes(k) ? "number" : null, scope: tag === "th" ? "col" : null }, value instanceof Node ? value : String(value));
