@@ -222,7 +222,12 @@ def message_times(
         for _, end, action in row
         if action.kind != "W"
     }
-    free_at: dict[tuple[bool, Edge], float] = {}
+    received_by: dict[tuple[bool, int], list[tuple[int, float]]] = {}  # (forward?, target) → source, seconds
+    for (source, target), seconds in transfers_s.items():
+        received_by.setdefault((True, target), []).append((source, seconds))
+    for (target, source), seconds in backward_transfers_s.items():
+        received_by.setdefault((False, target), []).append((source, seconds))
+    free_at: dict[Edge, float] = {}  # the two directions of an edge are two keys
     out: list[list[Message]] = []
     for stage, row in enumerate(simulation.timeline):
         received: list[Message] = []
@@ -231,14 +236,11 @@ def message_times(
                 continue
             here, forward = virtual[stage, action.chunk], action.kind == "F"
             expects_at = row[at - 2][1] if at > 1 else 0.0
-            for edge, seconds in (transfers_s if forward else backward_transfers_s).items():
-                source, target = edge if forward else edge[::-1]
-                if target != here:
-                    continue
+            for source, seconds in received_by.get((forward, here), ()):
                 made_at = ended[forward, source, action.microbatch]
-                start = max(made_at, expects_at, free_at.get((forward, edge), 0.0))
-                free_at[forward, edge] = start + seconds
-                received.append(Message(start, start + seconds, source, target, action.microbatch))
+                start = max(made_at, expects_at, free_at.get((source, here), 0.0))
+                free_at[source, here] = start + seconds
+                received.append(Message(start, start + seconds, source, here, action.microbatch))
         out.append(received)
     return out
 

@@ -453,7 +453,9 @@ def _why(plan: Plan, model: Mapping[str, Any], graph: Graph | None) -> dict[str,
     out: dict[str, list[dict[str, Any]]] = {}
     for number, kind in enumerate(model["kinds"]):
         answer = plan.why(plan.layers[kind["layer"]], graph)
-        out[str(number)] = [{**asdict(row), **_finite(asdict(row))} for row in answer.rows]
+        out[str(number)] = [
+            {**asdict(row), **_finite(asdict(row)), "chosen": row.chosen} for row in answer.rows
+        ]
     return out
 
 

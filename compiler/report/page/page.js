@@ -2,7 +2,9 @@
 function startOverview() {
   byId("title").textContent = data.title;
   byId("facts").append(...data.facts.map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, text))));
-  byId("notes").append(...data.notes.map((note) => element("li", {}, note)));
+  const notes = data.notes.map((note) => element("li", {}, note));
+  byId("notes").append(...notes.slice(0, 8));
+  if (notes.length > 8) byId("notes").after(element("details", {}, element("summary", {}, `${notes.length - 8} more notes`), element("ul", {}, notes.slice(8))));
 }
 
 function meshGrid(stage) {
@@ -28,17 +30,18 @@ function startCluster() {
       })));
   }));
   byId("links").textContent = [...new Set(hosts.map((host) => host.link))].map((text) => `Inside a host: ${text}.`).concat(link ? `Between hosts: ${link}.` : []).join(" ");
-  const groups = alikeStages((s) => [s.mesh, s.axes, s.forward_s, s.backward_s, s.memory, s.devices[1] - s.devices[0]]);
+  const groups = alikeStages((s) => [s.mesh, s.axes, seconds(s.forward_s), seconds(s.backward_s), s.limit_bytes, s.devices[1] - s.devices[0]]);
   byId("meshes").append(table(["stage", "devices", "logical mesh", "layers", "forward", "backward", "busy", "memory per device"], groups.map((group) => {
-    const stage = data.stages[group[0]], last = data.stages[group.at(-1)], peak = Object.values(stage.memory).reduce((a, b) => a + b, 0);
+    const stage = data.stages[group[0]], last = data.stages[group.at(-1)], peaks = group.map((k) => total(data.stages[k].memory)), peak = Math.max(...peaks), least = Math.min(...peaks);
     const layers = group.length > 1 ? `${stage.layers.join(" + ")} … ${last.layers.join(" + ")}` : stage.layers.join(" + ");
     const bar = element("span", { class: "bar" }, element("i", {}));
     bar.firstChild.style.width = `${Math.min(100, 100 * peak / stage.limit_bytes)}%`;
-    return [span(group), range(stage.devices[0], last.devices[1]), element("div", {}, element("div", {}, stage.mesh.map((size, k) => `${size} ${stage.axes[k]}`).join(" × ") || "one device"), meshGrid(stage)), layers, seconds(stage.forward_s), seconds(stage.backward_s), percent(stage.busy_s / data.step_s), element("span", {}, bar, `${bytes(peak)} of ${bytes(stage.limit_bytes)}`)];
+    return [span(group), range(stage.devices[0], last.devices[1]), element("div", {}, element("div", {}, stage.mesh.map((size, k) => `${size} ${stage.axes[k]}`).join(" × ") || "one device"), meshGrid(stage)), layers, seconds(stage.forward_s), seconds(stage.backward_s), percent(stage.busy_s / data.step_s), element("span", {}, bar, `${bytes(least) === bytes(peak) ? "" : `${bytes(least)} to `}${bytes(peak)} of ${bytes(stage.limit_bytes)}`)];
   }), [4, 5, 6]));
 }
 
 // ---- memory
+const total = (parts) => Object.values(parts).reduce((a, b) => a + b, 0);
 const CAUSES = ["parameters", "gradients", "optimizer", "activations", "temporary", "buffers", "inputs", "framework"];
 const causesOf = (field) => [...new Set(data.stages.flatMap((stage) => Object.keys(stage[field])))].sort((a, b) => CAUSES.indexOf(a) - CAUSES.indexOf(b));
 // Microbatches in flight of a stage as [tick, count] steps.
@@ -64,7 +67,7 @@ function drawMemory(index) {
     tooltip: { trigger: "axis", confine: true, backgroundColor: ink.raised, borderColor: ink.line, textStyle: { color: ink.ink, fontSize: 13 }, formatter: (items) => tip(time(items[0].value[0]), items.map((p) => `${p.seriesName}: ${bytes(p.value[1])}`)) },
     grid: { left: 74, right: 24, top: 40, bottom: 56 },
     xAxis: axis(ink, { type: "value", min: 0, max: endTick, label: { formatter: time } }),
-    yAxis: axis(ink, { type: "value", label: { formatter: bytes }, max: Math.max(stage.limit_bytes, Object.values(stage.memory).reduce((a, b) => a + b, 0)) * 1.09, interval: niceBytes(stage.limit_bytes) }),
+    yAxis: axis(ink, { type: "value", label: { formatter: bytes }, max: Math.max(stage.limit_bytes, total(stage.memory)) * 1.09, interval: niceBytes(stage.limit_bytes) }),
     dataZoom: [{ type: "slider", filterMode: "none", bottom: 6, height: 18, labelFormatter: (t) => time(t), textStyle: { color: ink.quiet } }],
     series: causes.map((cause) => ({
       name: words(cause), type: "line", stack: "bytes", step: "end", symbol: "none", lineStyle: { width: 1 }, itemStyle: paint(CAUSES.indexOf(cause)), areaStyle: { color: COLOURS[CAUSES.indexOf(cause) % 8], opacity: 0.85, decal: PATTERNS[CAUSES.indexOf(cause) % 8] },
@@ -92,7 +95,7 @@ function startMemory() {
   const groups = alikeStages((stage) => [stage.memory, stage.limit_bytes]), pick = byId("memory-stage"), causes = causesOf("memory");
   // stages that hold as much still do so at other times
   pick.append(...data.stages.map((stage, k) => element("option", { value: k }, `${k}: devices ${range(...stage.devices)}`)));
-  const fullest = data.stages.map((stage) => Object.values(stage.memory).reduce((a, b) => a + b, 0));
+  const fullest = data.stages.map((stage) => total(stage.memory));
   pick.value = String(fullest.indexOf(Math.max(...fullest)));
   pick.addEventListener("change", () => drawMemory(Number(pick.value)));
   drawMemory(Number(pick.value));
@@ -170,7 +173,7 @@ function setTheme() {
 setTheme();
 system.addEventListener("change", () => { setTheme(); redraw(); });
 byId("theme").addEventListener("click", () => { forced = !dark(); setTheme(); redraw(); });
-for (const start of [startOverview, startCluster, startTimeline, startModel, startMemory, startSeconds, startChoices, startSearch, startPrices]) { const t = performance.now(); start(); (window.__times ??= []).push([start.name, Math.round(performance.now() - t)]); }
+for (const start of [startOverview, startCluster, startTimeline, startModel, startMemory, startSeconds, startChoices, startSearch, startPrices]) start();
 let resizing = 0;
 addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(() => { for (const { chart } of charts.values()) chart.resize(); chartOf("timeline-chart").dispatchAction({ type: "dataZoom", dataZoomIndex: 0, start: 100 * view[0] / endTick, end: 100 * view[1] / endTick }); }, 120); });
 document.documentElement.dataset.ready = "1";
