@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ __all__ = ["chromium", "opened"]
 
 
 def chromium() -> str | None:
-    """The path of a browser; None where there is none."""
+    """The path of a browser; None where there is none, or nothing to drive it with."""
+    if find_spec("playwright") is None:
+        return None
     return os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 
 
