@@ -17,23 +17,31 @@ __all__ = ["add_picture_options", "asks_for_pictures", "write_pictures"]
 
 def add_picture_options(show: argparse.ArgumentParser, target_help: str) -> None:
     """Add the options of pictures to a command that has a plan."""
-    show.add_argument("--html", type=Path, metavar="FILE", help="write the picture of the plan, a page that needs no network")
+    show.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the picture of the plan, a page that needs no network"
+    )
     show.add_argument("--trace", type=Path, metavar="FILE", help="write the step as a trace for Perfetto")
     show.add_argument(
-        "--measured", type=Path, metavar="FILE", help="a measured step, as Parallel.trace writes it, for --html and --trace"
+        "--measured",
+        type=Path,
+        metavar="FILE",
+        help="a measured step, as Parallel.trace writes it, for --html and --trace",
     )
     show.add_argument(
         "--with", dest="others", type=Path, action="append", default=[], metavar="PLAN",
         help="another plan to compare with on the page; repeatable",
     )  # fmt: skip
-    show.add_argument("--target", metavar="TARGET", help=f"the model, with which layers on the page say why: {target_help}")
+    show.add_argument(
+        "--target", metavar="TARGET", help=f"the model, with which layers on the page say why: {target_help}"
+    )
 
 
 def asks_for_pictures(arguments: argparse.Namespace) -> bool:
     """True if the command is to write a page or a trace. ValueError for options that only these have, alone."""
     asked = bool(arguments.html or arguments.trace)
     alone = [
-        name for name, given in (("--measured", arguments.measured), ("--with", arguments.others), ("--target", arguments.target))
+        f"--{name}"
+        for name, given in (("measured", arguments.measured), ("with", arguments.others), ("target", arguments.target))
         if given and not asked
     ]  # fmt: skip
     if alone:

@@ -97,8 +97,8 @@ class MeasuredStep:
         """The inverse of ``to_json``; ValueError that says what is wrong with the document."""
         if not isinstance(data, Mapping) or data.get("version") != VERSION:
             raise ValueError(
-                f"a trace is a JSON object of version {VERSION}, as Parallel.trace writes it, but got another document; "
-                "measure again"
+                f"a trace is a JSON object of version {VERSION}, as Parallel.trace writes it, but got another "
+                "document; measure again"
             )
         try:
             ranks = tuple(

@@ -322,7 +322,7 @@ class Plan:
     precision: str = "model"
     #: codecs of "activations" and "weights", see ``tensor_codecs``
     codes: Mapping[str, str] = field(default_factory=dict)
-    #: what the captured model says of the decisions: modules, shapes, messages (``report.outline``); a saved plan has it
+    #: the modules, shapes and messages of the model under these decisions (``report.outline``); a saved plan has it
     outline: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     #: the captured model, only in the process that made the plan
     graph: Graph | None = field(default=None, compare=False, repr=False)

@@ -1,8 +1,8 @@
 """A step as a document for Perfetto and chrome://tracing: predicted, and measured on the same clock.
 
-Every stage of the prediction is a process with three threads: its actions, the messages that it receives, the end of its
-step. Every rank of a measured step is a process: its actions with the wait before them, and the end of the step. Second
-0 is the begin of the step in both.
+Every stage of the prediction is a process with three threads: its actions, the messages that it receives, the end of
+its step. Every rank of a measured step is a process: its actions with the wait before them, and the end of the step.
+Second 0 is the begin of the step in both.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def to_chrome_trace(
     for a trace of another model."""
     if trace is not None and trace.model != plan.model:
         raise ValueError(
-            f"a trace is of a run of the plan that it is merged with, but got one of model {trace.model} and a plan for "
-            f"{plan.model}; pass the trace of this plan"
+            f"a trace is of a run of the plan that it is merged with, but got one of model {trace.model} and a plan "
+            f"for {plan.model}; pass the trace of this plan"
         )
     events = [*_predicted(plan), *([] if trace is None else _measured(trace))]
     document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"model": plan.model}}
@@ -81,7 +81,9 @@ def _measured(trace: MeasuredStep) -> Iterator[dict[str, Any]]:
             kind = _KINDS.get(span.name[0], "end of step") if span.name[1:2].isdigit() else "end of step"
             yield _event(span.name, kind, number, 0, span.start_s, span.end_s, arguments)
             if span.wait_s > 0:
-                yield _event(f"wait for {span.name}", "waiting", number, 1, span.start_s - span.wait_s, span.start_s, {})
+                yield _event(
+                    f"wait for {span.name}", "waiting", number, 1, span.start_s - span.wait_s, span.start_s, {}
+                )
 
 
 def _event(

@@ -86,7 +86,10 @@ def _without_names(record: Mapping[str, Any]) -> str:
     plain: dict[str, Any] = {"gathers": [message[:5] for message in record["gathers"]]}
     for part in ("ops", "weights"):
         plain[part] = [
-            {**{k: v for k, v in row.items() if k not in ("name", "module")}, "messages": [m[:5] for m in row["messages"]]}
+            {
+                **{k: v for k, v in row.items() if k not in ("name", "module")},
+                "messages": [m[:5] for m in row["messages"]],
+            }
             for row in record[part]
         ]
     return json.dumps(plain)
@@ -122,9 +125,7 @@ class _Outliner:
     ) -> None:
         stage = plan.stages[index]
         codes = Communication(weights=plan.code("weights")).priced_for(graph)
-        self.pricer = MeshPricer(
-            cluster, stage.devices[0], stage.mesh_shape, plan.optimizer, codes, mixed=graph.mixed
-        )
+        self.pricer = MeshPricer(cluster, stage.devices[0], stage.mesh_shape, plan.optimizer, codes, mixed=graph.mixed)
         self.context = StageContext(graph, layering, self.pricer, plan.microbatches, recompute=recompute)
         self.plan, self.chunk, self.layering, self.recompute = plan, chunk, layering, recompute
         self.grad, self.nodes = layering.needs_grad, graph.by_name()
@@ -142,7 +143,8 @@ class _Outliner:
                 choice = choices.get((node.name, "op"))
                 if isinstance(choice, MeshChoice):
                     ops.append(self._op(node, choice, reshards[node.name]))
-            shardings = {name: choices[name, "parameter"] for name in read}
+            pinned = {name: choices[name, "parameter"] for name in read}
+            shardings = {name: choice for name, choice in pinned.items() if isinstance(choice, ParameterSharding)}
             weights = [self._weight(node, shardings[name]) for name, node in read.items()]
             yield layer, {"ops": ops, "weights": weights, "gathers": self._gathers(members, shardings)}
 
@@ -201,7 +203,14 @@ class _Outliner:
         for step, size in step_bytes(source, steps, kind.shape, kind.dtype.itemsize, self.pricer.mesh_shape):
             if step.kind not in LOCAL_STEPS:
                 collective = step.kind.removesuffix("_max")
-                yield [phase, collective, [step.axis], size, self.pricer.axes[step.axis].seconds(collective, size), name]
+                yield [
+                    phase,
+                    collective,
+                    [step.axis],
+                    size,
+                    self.pricer.axes[step.axis].seconds(collective, size),
+                    name,
+                ]
 
     def _weight(self, node: Node, sharding: ParameterSharding) -> dict[str, Any]:
         source, kind, pricer = node.meta["source"], node.meta["type"], self.pricer

@@ -1,7 +1,7 @@
 """The page of a plan: the data of ``picture`` put into the templates of ``page/``, as one file that needs no network.
 
 ``page/page.html`` has a slot ``{{name}}`` for each of the parts. Text of a plan (names of modules, notes, a cluster's
-name) reaches the page only as JSON in a script element that is not run, with "<", ">" and "&" escaped, and the scripts of
+name) reaches the page only as JSON in a script element that is not run, with "<", ">" and "&" escaped. The scripts of
 the page set it as text, never as markup.
 """
 
@@ -35,8 +35,8 @@ def to_html(
     trace: MeasuredStep | None = None,
     others: Sequence[Plan] = (),
 ) -> str:
-    """The page of a plan, written to ``path`` where one is given; the arguments are those of ``picture``. The plan's own
-    graph serves where none is given."""
+    """The page of a plan, written to ``path`` where one is given; the arguments are those of ``picture``. The plan's
+    own graph serves where none is given."""
     text = page_html(picture(plan, plan.graph if graph is None else graph, trace, others))
     if path is not None:
         write_atomically(path, text)
@@ -48,7 +48,9 @@ def page_html(document: Mapping[str, Any]) -> str:
     parts = {
         "title": html.escape(f"Plan for {document['title']}"),
         "style": _part("page.css"),
-        "data": re.sub("[<>&\u2028\u2029]", lambda found: _ESCAPES[found[0]], json.dumps(document, separators=(",", ":"))),
+        "data": re.sub(
+            "[<>&\u2028\u2029]", lambda found: _ESCAPES[found[0]], json.dumps(document, separators=(",", ":"))
+        ),
         "charts": _part("echarts.min.js"),
         "license": html.escape(_part("echarts.LICENSE")),
         "script": "\n".join(_part(name) for name in ("words.js", "timeline.js", "model.js", "page.js")),

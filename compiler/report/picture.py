@@ -13,9 +13,9 @@ Sections of the document, in the order of the page::
     notes        what the plan says about itself
 
 **Rows of a timeline** are compact, since a pipeline repeats itself. Times are whole ticks of ``tick_s``. A row has a
-text with one character per action, ``codes[character − "A"]``; the gaps between actions, where ``[gap, n]`` stands for n
-equal ones; and the ticks that each code takes, but for ``unlike``: (position, ticks). The microbatch of an action is how
-often its code stood before it, unless the row lists ``microbatches``.
+text with one character per action, ``codes[character − "A"]``; the gaps between actions, where ``[gap, n]`` stands for
+n equal ones; and the ticks that each code takes, but for ``unlike``: (position, ticks). The microbatch of an action is
+how often its code stood before it, unless the row lists ``microbatches``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,15 @@ from ..pipeline.simulate import Simulation
 from ..plan.plan import Plan, StagePrediction
 from ..search.predict import plan_messages, simulate_plan, weight_seconds
 from ..text import bytes_text, count_text, rate_text, seconds_text, span_text
-from .describe import axis_names, gradient_reduction_words, layer_rows, layer_span, recompute_words, sharding_words, spell
+from .describe import (
+    axis_names,
+    gradient_reduction_words,
+    layer_rows,
+    layer_span,
+    recompute_words,
+    sharding_words,
+    spell,
+)
 from .explain import idle_devices, idle_text, replicated_fraction, source_shares, tflops_per_device
 from .outline import outline
 
@@ -73,8 +81,13 @@ def picture(
             "kinds": _kinds(plan, model),
             "why": _why(plan, model, graph),
             "missing": _missing(plan, model),
-            "words": {label: spell(label) for kind in model.get("kinds", []) for op in kind["ops"]
-                      for label in op["labels"].split(",") if label},
+            "words": {
+                label: spell(label)
+                for kind in model.get("kinds", [])
+                for op in kind["ops"]
+                for label in op["labels"].split(",")
+                if label
+            },
         },
         "tree": _tree(plan, model),
         "choices": _choices(plan, others),
@@ -198,7 +211,9 @@ def _timeline(plan: Plan, simulation: Simulation, trace: MeasuredStep | None) ->
     tick_s = longest / TICKS
     asynchronous = plan.schedule == PIPEDREAM
     messages = plan_messages(plan, simulation)
-    places = generate(plan.schedule, len(plan.stages), min(plan.microbatches, 2 * len(plan.stages)), plan.chunks_asked).places()
+    places = generate(
+        plan.schedule, len(plan.stages), min(plan.microbatches, 2 * len(plan.stages)), plan.chunks_asked
+    ).places()
     stages = []
     for index, (row, predicted) in enumerate(zip(simulation.timeline, plan.prediction.stages)):
         last_s = row[-1][1] if row else 0.0
@@ -213,13 +228,17 @@ def _timeline(plan: Plan, simulation: Simulation, trace: MeasuredStep | None) ->
                 "actions": _row((((a.kind, a.chunk), a.microbatch, s, e) for s, e, a in row), tick_s),
                 "messages": _row(
                     (
-                        ((places[one.source][0], one.is_forward, one.source, one.target), one.microbatch, one.start_s,
-                         one.end_s)
+                        (
+                            (places[one.source][0], one.is_forward, one.source, one.target),
+                            one.microbatch,
+                            one.start_s,
+                            one.end_s,
+                        )
                         for one in messages[index]
                         if one.end_s > one.start_s
                     ),
                     tick_s,
-                ),  # fmt: skip
+                ),
                 "parts": _parts(predicted),
                 "ends": ends,
             }
@@ -385,7 +404,11 @@ def _missing(plan: Plan, model: Mapping[str, Any]) -> str:
 def _tree(plan: Plan, model: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Runs of equal layers, chunk by chunk in the order of the model."""
     chunks = sorted(
-        ((chunk.layers, index, number) for index, stage in enumerate(plan.stages) for number, chunk in enumerate(stage.chunks))
+        (
+            (chunk.layers, index, number)
+            for index, stage in enumerate(plan.stages)
+            for number, chunk in enumerate(stage.chunks)
+        )
     )
     out: list[dict[str, Any]] = []
     for (first, end), index, number in chunks:
@@ -453,9 +476,7 @@ def _why(plan: Plan, model: Mapping[str, Any], graph: Graph | None) -> dict[str,
     out: dict[str, list[dict[str, Any]]] = {}
     for number, kind in enumerate(model["kinds"]):
         answer = plan.why(plan.layers[kind["layer"]], graph)
-        out[str(number)] = [
-            {**asdict(row), **_finite(asdict(row)), "chosen": row.chosen} for row in answer.rows
-        ]
+        out[str(number)] = [{**asdict(row), **_finite(asdict(row)), "chosen": row.chosen} for row in answer.rows]
     return out
 
 
@@ -487,9 +508,7 @@ def _summary(plan: Plan, name: str) -> dict[str, Any]:
         f"{len(list(run))} × {'×'.join(map(str, shape)) or '1'}"
         for shape, run in groupby(stage.mesh_shape for stage in plan.stages)
     ]
-    busiest = max(
-        plan.prediction.stages, key=lambda s: plan.microbatches * (s.forward_s + s.backward_s) + s.step_s
-    )
+    busiest = max(plan.prediction.stages, key=lambda s: plan.microbatches * (s.forward_s + s.backward_s) + s.step_s)
     return {
         "name": name or f"{plan.schedule}, {' + '.join(meshes)}, {count_text(plan.microbatches, 'microbatch')}",
         "step_s": plan.prediction.step_s,
@@ -539,8 +558,8 @@ def _search(plan: Plan) -> dict[str, Any]:
     return {
         "passes": passes,
         "sentences": sentences,
-        "bound": f"Proven: no plan of the stated space takes less than {seconds_text(prediction.bound_s)}; this one takes "
-        f"{seconds_text(prediction.step_s)}, {100 * prediction.bound_gap:.1f} % of which is the gap.",
+        "bound": f"Proven: no plan of the stated space takes less than {seconds_text(prediction.bound_s)}; this one "
+        f"takes {seconds_text(prediction.step_s)}, {100 * prediction.bound_gap:.1f} % of which is the gap.",
         "versions": [f"{name} {provenance[name]}" for name in ("meshwright", "torch") if name in provenance],
     }
 

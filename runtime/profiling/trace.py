@@ -59,7 +59,7 @@ _NOTHING = nullcontext()
 
 
 def named(name: str) -> AbstractContextManager[Any]:
-    """A record under the name "meshwright …" in the trace of a ``torch.profiler`` that runs; nothing where none does."""
+    """A record under the name "meshwright …" in the trace of a ``torch.profiler``; nothing where none runs."""
     return record_function(f"meshwright {name}") if torch.autograd.profiler._is_profiler_enabled else _NOTHING
 
 

@@ -26,9 +26,7 @@ def measured(plan: Plan) -> MeasuredStep:
     """A step as it would be measured if every action took a tenth longer."""
     ranks = []
     for stage, row in enumerate(simulate_plan(plan).timeline):
-        spans = tuple(
-            Span(str(a).removeprefix(str(stage)), 1.1 * s, 1.1 * e, 0.0, 0.1 * (e - s)) for s, e, a in row
-        )
+        spans = tuple(Span(str(a).removeprefix(str(stage)), 1.1 * s, 1.1 * e, 0.0, 0.1 * (e - s)) for s, e, a in row)
         ranks += [RankSpans(device, stage, spans, 2**30) for device in plan.stages[stage].devices]
     return MeasuredStep.of(plan.model, ranks)
 
@@ -46,7 +44,9 @@ def test_a_reader_can_use_every_section(plan: Plan, tmp_path: Path) -> None:
         page.locator("#timeline-chart").scroll_into_view_if_needed()
         box = page.locator("#timeline-chart").bounding_box()
         page.mouse.move(box["x"] + 90, box["y"] + 70)
-        page.wait_for_function("document.querySelector('#timeline-chart').innerText.includes('forward of microbatch 0')")
+        page.wait_for_function(
+            "document.querySelector('#timeline-chart').innerText.includes('forward of microbatch 0')"
+        )
         assert "measured below" in text(page, "#timeline-words")
         # zoom: buttons, keys and the wheel narrow the window
         width = "() => meshwrightPage.view()[1] - meshwrightPage.view()[0]"
@@ -74,13 +74,16 @@ def test_a_reader_can_use_every_section(plan: Plan, tmp_path: Path) -> None:
         # collapse: a layer opens to its modules and closes again; a click on it and on its rows says more
         first = page.locator("#tree > details").first
         while first.locator(".leaf").count() == 0:
-            first.locator("details:not([open]) > summary").or_(first.locator("> summary")).last.click(position={"x": 4, "y": 8})
+            first.locator("details:not([open]) > summary").or_(first.locator("> summary")).last.click(
+                position={"x": 4, "y": 8}
+            )
             page.wait_for_timeout(20)  # a part is built when it has opened
         assert first.evaluate("x => x.open")
         first.locator(".leaf button").first.click()
         assert "per device" in text(page, "#panel")
         first.locator("summary button").first.click()
-        assert "Stage 0" in text(page, "#panel") and "Why" in text(page, "#panel")
+        assert "Stage 0" in text(page, "#panel")
+        assert "Why" in text(page, "#panel")
         first.locator("> summary").click(position={"x": 4, "y": 8})
         assert not first.evaluate("x => x.open")
         # a keyboard alone gets there too
@@ -95,7 +98,8 @@ def test_a_reader_can_use_every_section(plan: Plan, tmp_path: Path) -> None:
         assert page.evaluate("document.documentElement.classList.contains('dark')")
         for summary in page.locator("section > details > summary").all():
             summary.click()
-        assert "limit" in text(page, "#memory-table") and "backward input" in text(page, "#seconds-table")
+        assert "limit" in text(page, "#memory-table")
+        assert "backward input" in text(page, "#seconds-table")
         assert said == []
 
 
@@ -104,9 +108,11 @@ def test_why_idle_devices_and_virtual_stages_are_shown(tmp_path: Path, scheme: s
     plan = small_plan(strategy="pp2", schedule="zb-v", microbatches=4)
     plan.to_html(tmp_path / "plan.html", graph=plan.graph)
     with opened(tmp_path / "plan.html", scheme) as (page, said):
-        assert page.locator(".device.idle").count() == 2 and "do nothing" in text(page, "#idle")
+        assert page.locator(".device.idle").count() == 2
+        assert "do nothing" in text(page, "#idle")
         page.locator("#tree button").first.click()
-        assert "recompute of blocks.0" in text(page, "#panel") and "chosen" in text(page, "#panel")
+        assert "recompute of blocks.0" in text(page, "#panel")
+        assert "chosen" in text(page, "#panel")
         assert "virtual stage" in text(page, "#tree")
         assert page.evaluate("document.documentElement.classList.contains('dark')") == (scheme == "dark")
         assert said == []
@@ -121,12 +127,18 @@ def test_names_of_a_model_are_text(plan: Plan, tmp_path: Path) -> None:
     hostile = Plan.from_json(document)
     hostile.to_html(tmp_path / "plan.html")
     with opened(tmp_path / "plan.html") as (page, said):
-        assert page.locator("#bad").count() == 0 and name in text(page, "#notes") and name in text(page, "#tree")
+        assert page.locator("#bad").count() == 0
+        assert name in text(page, "#notes")
+        assert name in text(page, "#tree")
         assert said == []
     (tmp_path / "notebook.html").write_text(f"<!doctype html><p id=own>notebook</p>{hostile._repr_html_()}")
     with opened(tmp_path / "notebook.html", frame=True) as (frame, said):
-        assert frame.locator("#bad").count() == 0 and name in text(frame, "#notes")
-        assert frame.evaluate("(() => { try { return String(parent.document); } catch { return 'closed'; } })()") == "closed"
+        assert frame.locator("#bad").count() == 0
+        assert name in text(frame, "#notes")
+        assert (
+            frame.evaluate("(() => { try { return String(parent.document); } catch { return 'closed'; } })()")
+            == "closed"
+        )
         assert said == []
 
 

@@ -55,7 +55,8 @@ def traced(folder: str, schedule: str, strategy: str) -> tuple[Any, list[str], s
 )
 def test_ranks_agree_on_a_step(ranks: Any, tmp_path: Path, schedule: str, strategy: str, actions: list[str]) -> None:
     (first, names, error), (second, others, _) = ranks.run(2, traced, str(tmp_path), schedule, strategy)
-    assert first == second and "train a few steps first" in error
+    assert first == second
+    assert "train a few steps first" in error
     step = MeasuredStep.from_json(first)
     for rank in step.ranks:
         assert sorted(span.name for span in rank.spans if span.name[0].isupper()) == actions
@@ -75,8 +76,11 @@ def test_ranks_agree_on_a_step(ranks: Any, tmp_path: Path, schedule: str, strate
     document = plan.to_chrome_trace(tmp_path / "trace.json", trace=step)
     events = [event for event in document["traceEvents"] if event["ph"] == "X"]
     processes = {event["args"]["name"] for event in document["traceEvents"] if event["name"] == "process_name"}
-    assert len(processes) == 4 and any("measured: rank 1, stage 1" in name for name in processes)
-    assert sum(event["cat"] in ("forward", "backward", "input gradients", "weight gradients") for event in events) == 4 * len(actions)
+    assert len(processes) == 4
+    assert any("measured: rank 1, stage 1" in name for name in processes)
+    assert sum(
+        event["cat"] in ("forward", "backward", "input gradients", "weight gradients") for event in events
+    ) == 4 * len(actions)
     assert all(event["ts"] >= -1e-6 and event["dur"] >= 0 for event in events)
     assert '"rank":1' in plan.to_html(trace=step)
     foreign = MeasuredStep("of another model", step.step_s, step.ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -43,9 +44,11 @@ def large_plan(layers: int = 96, stages: int = 64, devices: int = 1024, microbat
     cluster = Cluster.parse(f"dgx-h100:{devices // 8}")
     bounds = [round(k * layers / stages) for k in range(stages + 1)]
     made, names = [], [f"blocks.{k}.0" for k in range(layers)]
-    for s, (first, end) in enumerate(zip(bounds, bounds[1:])):
+    for s, (first, end) in enumerate(itertools.pairwise(bounds)):
         ops = {f"{name}_{k}": labels for k in range(first, end) for name, labels in chunk.ops.items()}
-        weights = {f"blocks.{k}.{n.split('.', 2)[2]}": home for k in range(first, end) for n, home in chunk.parameters.items()}
+        weights = {
+            f"blocks.{k}.{n.split('.', 2)[2]}": home for k in range(first, end) for n, home in chunk.parameters.items()
+        }
         copied = Chunk((first, end), ops, weights, {}, {}, {}, ())
         made.append(Stage(tuple(range(s * each, (s + 1) * each)), (each,), (copied,)))
     each_s = predicted.forward_s / 10

@@ -1,4 +1,4 @@
-"""The picture of a plan as data, and the page as text: what is in it, how small it is, and that names are only names."""
+"""The picture of a plan as data, and the page as text: its content, its size, and that names are only names."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_compact_row_expands_to_the_simulated_actions(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved"])
 def test_messages_arrive_when_the_clock_says(schedule: str) -> None:
-    """An action starts when its stage is free and the last of its messages is there: so the messages are the clock's."""
+    """An action starts when its stage is free and the last of its messages is there."""
     made = generate(schedule, 3, 6, 2 if schedule == "interleaved" else None)
     num = made.num_virtual
     ahead, back = dict.fromkeys(chain(num), 0.7), dict.fromkeys(chain(num), 0.4)
@@ -94,9 +94,11 @@ def test_a_saved_plan_has_the_modules_shapes_and_messages(tmp_path: Any) -> None
     plan = planned(strategy="pp2,tp2")
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
-    assert loaded == plan and loaded.graph is None
+    assert loaded == plan
+    assert loaded.graph is None
     drawn = picture(loaded)
-    assert drawn["outline"]["missing"] == "" and drawn["outline"]["why"] == {}
+    assert drawn["outline"]["missing"] == ""
+    assert drawn["outline"]["why"] == {}
     assert drawn["outline"]["kinds"] == picture(loaded, graph=plan.graph)["outline"]["kinds"]
     for kind in drawn["outline"]["kinds"]:
         ops = {op for chunk in plan.stages[kind["stage"]].chunks for op in chunk.ops}
@@ -106,7 +108,8 @@ def test_a_saved_plan_has_the_modules_shapes_and_messages(tmp_path: Any) -> None
     assert [op["module"] for op in linear] == ["blocks.0.0", "blocks.0.2"]
     assert [op["type"] for op in linear] == ["float32[8,256]", "float32[8,64]"]
     weight = next(row for row in whole["weights"] if row["name"] == "blocks.0.0.weight")
-    assert weight["type"] == "float32[256,64]" and weight["sharding"] == plan.stages[0].homes["blocks.0.0.weight"].to_json()
+    assert weight["type"] == "float32[256,64]"
+    assert weight["sharding"] == plan.stages[0].homes["blocks.0.0.weight"].to_json()
 
 
 def test_messages_of_the_outline_are_those_that_the_plan_counts_and_prices() -> None:
@@ -150,8 +153,10 @@ def test_what_is_not_known_is_said() -> None:
     document = planned(schedule="1f1b").to_json()
     old = Plan.from_json({**document, "provenance": {}, "prediction": {**document["prediction"], "sources": {}}})
     drawn = picture(old)
-    assert "saved without modules" in drawn["outline"]["missing"] and drawn["outline"]["kinds"] == []
-    assert drawn["tree"] and all("words" in group for group in drawn["tree"])
+    assert "saved without modules" in drawn["outline"]["missing"]
+    assert drawn["outline"]["kinds"] == []
+    assert drawn["tree"]
+    assert all("words" in group for group in drawn["tree"])
     assert "does not say how many cases" in drawn["search"]["sentences"][0]
     assert drawn["prices"]["shares"] == {}
 
@@ -170,7 +175,10 @@ def test_an_outline_of_other_decisions_is_left_out(tmp_path: Any) -> None:
 
 def test_cases_of_the_search_are_counted() -> None:
     cases = planned(schedule="1f1b").provenance["cases"]
-    assert cases["solved"] >= 1 and cases["bounded"] >= cases["solved"] and cases["meshes"] >= 1 and cases["left"] >= 0
+    assert cases["solved"] >= 1
+    assert cases["bounded"] >= cases["solved"]
+    assert cases["meshes"] >= 1
+    assert cases["left"] >= 0
 
 
 HOSTILE = "</script><b onclick=alert(1)>&amp;<!--\u2028"
@@ -186,7 +194,8 @@ def hostile() -> Plan:
 
 def test_no_text_of_a_plan_is_markup() -> None:
     page = hostile().to_html()
-    assert "<b onclick" not in page and "<!--" not in page.split("<script>", 1)[0]
+    assert "<b onclick" not in page
+    assert "<!--" not in page.split("<script>", 1)[0]
     (block,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', page, re.S)
     assert not set("<>&\u2028") & set(block)
     assert json.loads(block)["notes"][-1] == HOSTILE
@@ -196,15 +205,20 @@ def test_no_text_of_a_plan_is_markup() -> None:
 def test_a_page_needs_no_network(tmp_path: Any) -> None:
     page = planned(schedule="1f1b").to_html(tmp_path / "plan.html")
     assert (tmp_path / "plan.html").read_text() == page
-    assert not re.search(r'(?:src|href)="(?!#)', page) and "default-src 'none'" in page
+    assert not re.search(r'(?:src|href)="(?!#)', page)
+    assert "default-src 'none'" in page
     assert "Apache License" in page
 
 
 def test_a_notebook_shows_the_page_in_a_frame_of_its_own() -> None:
     frame = hostile()._repr_html_()
-    assert frame.startswith("<iframe ") and frame.endswith("></iframe>") and 'sandbox="allow-scripts"' in frame
+    assert frame.startswith("<iframe ")
+    assert frame.endswith("></iframe>")
+    assert 'sandbox="allow-scripts"' in frame
     inside = re.fullmatch(r'<iframe srcdoc="([^"]*)" [^<]*></iframe>', frame, re.S)
-    assert inside and "<" not in inside[1] and notebook_html(hostile()) == frame
+    assert inside
+    assert "<" not in inside[1]
+    assert notebook_html(hostile()) == frame
 
 
 def test_the_largest_plan_is_small() -> None:
