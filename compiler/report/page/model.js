@@ -52,14 +52,19 @@ function renamed(path, like, name) {
   for (let k = 0; k < Math.min(words.length, from.length, to.length) && words[k] === from[k]; k++) words[k] = to[k];
   return words.join(".");
 }
-const messagesOfRow = (messages, axes) =>
-  table(["when", "collective", "over", "bytes", "seconds", "of"],
-    messages.map(([phase, kind, over, size, s, of]) => [phase, words(kind), over.map(k =>
-      axes[k]
-    ).join(", "), bytes(size), seconds(s), of]), [3, 4]);
-const collectives = (messages, axes) => (messages.length
-  ? element("div", { class: "scroll" }, messagesOfRow(messages, axes))
-  : element("p", {}, "None."));
+// Messages of one kind over the same axes are a row.
+function collectives(messages, axes) {
+  if (!messages.length) return element("p", {}, "None.");
+  const rows = new Map();
+  for (const [phase, kind, over, size, s] of messages) {
+    const key = [phase, words(kind), over.map(k => axes[k]).join(", ")].join("|"), known = rows.get(key) ?? [0, 0, 0];
+    rows.set(key, [known[0] + 1, known[1] + size, known[2] + s]);
+  }
+  return element("div", { class: "scroll" },
+    table(["when", "collective", "over", "count", "bytes", "seconds"],
+      [...rows].map(([key, [count, size, s]]) => [...key.split("|"), count, bytes(size), seconds(s)]), [3, 4, 5]),
+    element("p", { class: "quiet" }, "Forward and backward are of one microbatch; a step's are once per step."));
+}
 const sum = (list, f) => list.reduce((total, x) => total + f(x), 0);
 const sentSeconds = messages => sum(messages, m => m[4]);
 function sentWords(messages) {
@@ -76,7 +81,7 @@ const labelWords = (op, stage) =>
 
 function panel(title, ...content) {
   const box = byId("panel");
-  box.replaceChildren(element("h3", {}, title), ...content.flat().filter(Boolean));
+  box.replaceChildren(element("h3", {}, title), ...content.flat(2).filter(Boolean));
 }
 const shown = (type, spec, stage, caption) =>
   element("figure", {}, blocks(type, spec, stage, 130, 76),
@@ -111,7 +116,7 @@ function showLayer(layer, stage, index) {
       `Stage ${index}; recompute: ${layer.recompute}. Ops take ${
         seconds(sum(kind.ops, op => op.forward_s))
       } forward and ${seconds(sum(kind.ops, op => op.backward_s))} backward per microbatch, without collectives.`),
-    element("h4", {}, "Collectives"), collectives(all, stage.axes), element("h4", {}, "Why"), why
+    element("h4", {}, "Why"), why
     ? subjects.map(
       subject => [element("p", {}, subject.replace(layer.like, layer.first)),
         table(["", "per step", "per device", ""],
@@ -123,7 +128,8 @@ function showLayer(layer, stage, index) {
           ), [1, 2])],
     ).flat()
     : element("p", {}, "What other choices would cost needs the model: make the page with --target MODEL, or ask ",
-      element("code", {}, `meshwright why PLAN ${layer.first} --target MODEL`)));
+      element("code", {}, `meshwright why PLAN ${layer.first} --target MODEL`)), element("h4", {}, "Collectives"),
+    collectives(all, stage.axes));
 }
 
 function lazily(details, build) {
