@@ -115,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     several.add_argument("--pareto", action="store_true", help="the Pareto front of step time and peak memory")
     plan.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan (the fastest) to FILE")
+    plan.add_argument("--html", type=Path, metavar="FILE", help="write the picture of the plan (the fastest) to FILE")
     plan.add_argument("--json", action="store_true", help="print one JSON object with the figures, or a list of them")
     plan.set_defaults(run=_plan)
 
@@ -259,8 +260,8 @@ def _demo(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    if arguments.output is not None:
-        _writable(arguments.output)
+    for path in filter(None, (arguments.output, arguments.html)):
+        _writable(path)
     with progress_bar() as progress, answers_only():  # targets may print what they like
         progress("importing", 0.0)
         gc.disable()  # what is imported and built stays: looking for garbage in it takes half a second
@@ -305,6 +306,9 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.output is not None:
         plans[0].save(arguments.output)
         print(f"wrote {arguments.output}", file=sys.stderr)
+    if arguments.html is not None:
+        plans[0].to_html(arguments.html, others=plans[1:])
+        print(f"wrote {arguments.html}", file=sys.stderr)
     if arguments.json:
         figures = [summary_json(plan) for plan in plans]
         print(json.dumps(figures if several else figures[0]))

@@ -45,7 +45,7 @@ def asks_for_pictures(arguments: argparse.Namespace) -> bool:
         if given and not asked
     ]  # fmt: skip
     if alone:
-        raise ValueError(f"{' and '.join(alone)} belongs to a picture, but got no --html and no --trace; add one")
+        raise ValueError(f"only a picture takes {' and '.join(alone)}, but got no --html and no --trace; add one")
     return asked
 
 
