@@ -103,8 +103,9 @@ function showWeight(weight, path, stage) {
   panel(path, element("p", {}, `${weight.type}: ${words[weight.pattern] ?? weight.pattern}`),
     element("div", { class: "specs" }, shown(type, value, stage, "read"), shown(type, back, stage, "gradient made"),
       shown(type, home.stored, stage, "stored"), shown(type, home.gradient, stage, "gradient kept"),
-      shown(type, home.optimizer, stage, "optimizer state")),
-    element("p", {}, `Gathered once per ${home.gather}, reduced once per ${home.reduce}.`),
+      shown(type, home.optimizer, stage, "optimizer state")), weight.pattern === "replicated"
+    ? null
+    : element("p", {}, `Gathered once per ${home.gather}, reduced once per ${home.reduce}.`),
     element("h4", {}, "Collectives"), collectives(weight.messages, stage.axes));
 }
 function showLayer(layer, stage, index) {

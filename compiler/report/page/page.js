@@ -105,6 +105,12 @@ function flight(row) {
 function drawMemory(index) {
   const stage = data.stages[index], { steps, most } = flight(actionsOf[index]),
     causes = causesOf("memory").filter(cause => stage.memory[cause]);
+  const peak = total(stage.memory), isFar = peak < stage.limit_bytes / 6;
+  byId("memory-words").textContent = isFar
+    ? `The limit of ${bytes(stage.limit_bytes)} is ${
+      digits(stage.limit_bytes / peak)
+    } times the peak, and out of the picture.`
+    : "";
   const shown = data.timeline.asynchronous ? [[0, most], [endTick, most]] : steps;
   draw("memory-chart", 330,
     ink => ({ legend: legend(ink),
@@ -114,11 +120,12 @@ function drawMemory(index) {
       grid: { left: 74, right: 24, top: 40, bottom: 56 },
       xAxis: axis(ink, { type: "value", min: 0, max: endTick, label: { formatter: time } }),
       yAxis: axis(ink, { type: "value", label: { formatter: bytes },
-        max: Math.max(stage.limit_bytes, total(stage.memory)) * 1.09, interval: niceBytes(stage.limit_bytes) }),
+        max: (isFar ? peak : Math.max(stage.limit_bytes, peak)) * 1.09,
+        interval: niceBytes(isFar ? peak : stage.limit_bytes) }),
       dataZoom: [{ type: "slider", filterMode: "none", bottom: 6, height: 18, labelFormatter: t => time(t),
         textStyle: { color: ink.quiet } }],
       series: causes.map(cause => ({ name: words(cause), type: "line", stack: "bytes", step: "end", symbol: "none",
-        lineStyle: { width: 1 }, itemStyle: paint(CAUSES.indexOf(cause)),
+        lineStyle: { width: 0 }, itemStyle: paint(CAUSES.indexOf(cause)),
         areaStyle: { color: COLOURS[CAUSES.indexOf(cause) % 8], opacity: 0.85,
           decal: PATTERNS[CAUSES.indexOf(cause) % 8] }, data: shown.map((
             [t, count],
@@ -162,10 +169,11 @@ function startMemory() {
   pick.value = String(fullest.indexOf(Math.max(...fullest)));
   pick.addEventListener("change", () => drawMemory(Number(pick.value)));
   drawMemory(Number(pick.value));
-  const limit = Math.max(...data.stages.map(stage => stage.limit_bytes));
-  bars("peak-chart", "memory", { causes, text: bytes, max: limit * 1.02, interval: niceBytes(limit),
+  const limits = [...new Set(data.stages.map(stage => stage.limit_bytes))], most = Math.max(...fullest);
+  const scale = most < Math.min(...limits) / 6 ? most : Math.max(...limits);
+  bars("peak-chart", "memory", { causes, text: bytes, max: scale * 1.02, interval: niceBytes(scale),
     value: (stage, cause) => stage.memory[cause] ?? 0, paint: cause => paint(CAUSES.indexOf(cause)),
-    marks: [[Math.min(...data.stages.map(s => s.limit_bytes)), `limit ${bytes(limit)}`, "dashed", "center"]] });
+    marks: scale === most ? [] : limits.map(limit => [limit, `limit ${bytes(limit)}`, "dashed", "center"]) });
   byId("memory-table").append(table(["stage", ...causes.map(words), "sum", "limit"], groups.map(group => {
     const stage = data.stages[group[0]];
     return [span(group), ...causes.map(c => bytes(stage.memory[c] ?? 0)), bytes(fullest[group[0]]),

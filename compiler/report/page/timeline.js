@@ -347,7 +347,8 @@ function startTimeline() {
       : "Simulated by the plan's own seconds. No measured step was given: Parallel.trace writes one, "
         + "--measured draws it below.",
   );
-  said.push("Thin bars below a stage's actions are messages on their way to it; hatched stretches are bubbles.");
+  if (present.has("message")) said.push("Thin bars below a stage's actions are messages on their way to it.");
+  said.push("Hatched stretches are bubbles.");
   byId("timeline-words").textContent = said.join(" ");
   drawTimeline();
   for (const button of document.querySelectorAll("[data-view]")) {
