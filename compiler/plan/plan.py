@@ -25,6 +25,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
@@ -497,9 +498,14 @@ class Plan:
         """Write the document, with the outline of the model where the plan knows the model; the file appears whole or
         not at all."""
         document = self.to_json()
-        if self.graph is not None and not self.outline:
-            document["outline"] = method("outline")(self, self.graph)
-        write_atomically(path, json.dumps(document, indent=1) + "\n")
+        outline = document.pop("outline", None)
+        if self.graph is not None and not outline:
+            with suppress(Exception):  # a plan is kept, whatever its picture may lack
+                outline = method("outline")(self, self.graph)
+        text = json.dumps(document, indent=1)
+        if outline:  # nobody edits it, so it is one line
+            text = f'{text.removesuffix(chr(10) + "}")},\n "outline": {json.dumps(outline, separators=(",", ":"))}\n}}'
+        write_atomically(path, text + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

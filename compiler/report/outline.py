@@ -11,8 +11,9 @@ whose records are equal but for numbers in names share one::
     weight  ::= {"name", "type", "messages"}
     message ::= [phase, collective, mesh axes, bytes, seconds, tensor]    phase: "forward", "backward", "step"
 
-Bytes are what one device holds of the tensor whole along the axes, the size that prices of collectives take. Seconds of
-gradients are their share of a full bucket, before anything hides; "gathers" are the messages of ZeRO-3, one per layer.
+Empty lists of messages and gathers are left out, and so is an "again" that is false. Bytes are what one device holds of
+the tensor whole along the axes, the size that prices of collectives take. Seconds of gradients are their share of a
+full bucket, before anything hides; "gathers" are the messages of ZeRO-3, one per layer.
 """
 
 from __future__ import annotations
@@ -74,7 +75,21 @@ def outline(plan: Plan, graph: Graph) -> dict[str, Any]:
                     kinds.append({"layer": layer, "stage": index, **record})
                 kind_of[layer] = known[text]
             chunks[key] = [kind_of[layer] for layer in layers]
-    return {"layers": [kind_of[layer] for layer in range(len(plan.layers))], "kinds": kinds}
+    return {"layers": [kind_of[layer] for layer in range(len(plan.layers))], "kinds": _compact(kinds)}
+
+
+def _compact(value: Any) -> Any:
+    """The value with numbers of five digits, without empty lists and what is false in rows."""
+    if isinstance(value, dict):
+        small = {name: _compact(item) for name, item in value.items()}
+        return {
+            name: item
+            for name, item in small.items()
+            if item is not False and (item != [] or name in ("ops", "weights"))
+        }
+    if isinstance(value, list):
+        return [_compact(item) for item in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def _named(record: Mapping[str, Any]) -> list[dict[str, Any]]:

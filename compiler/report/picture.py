@@ -383,11 +383,12 @@ def _kinds(plan: Plan, model: Mapping[str, Any]) -> list[dict[str, Any]]:
     for kind in model.get("kinds", []):
         homes = plan.stages[kind["stage"]].homes
         weights = [
-            {**row, "sharding": homes[row["name"]].to_json(), "pattern": homes[row["name"]].pattern}
+            {"messages": [], **row, "sharding": homes[row["name"]].to_json(), "pattern": homes[row["name"]].pattern}
             for row in kind["weights"]
             if row["name"] in homes
         ]
-        out.append({**kind, "weights": weights})
+        ops = [{"messages": [], "again": False, **row} for row in kind["ops"]]
+        out.append({"gathers": [], **kind, "ops": ops, "weights": weights})
     return out
 
 

@@ -106,11 +106,10 @@ function drawMemory(index) {
   const stage = data.stages[index], { steps, most } = flight(actionsOf[index]),
     causes = causesOf("memory").filter(cause => stage.memory[cause]);
   const peak = total(stage.memory), isFar = peak < stage.limit_bytes / 6;
-  byId("memory-words").textContent = isFar
-    ? `The limit of ${bytes(stage.limit_bytes)} is ${
-      digits(stage.limit_bytes / peak)
-    } times the peak, and out of the picture.`
-    : "";
+  const held = (data.timeline.measured?.ranks ?? []).filter(rank => rank.stage === index).map(rank => rank.peak_bytes),
+    far = `The limit of ${bytes(stage.limit_bytes)} is ${digits(stage.limit_bytes / peak)} times the peak.`;
+  byId("memory-words").textContent = [isFar ? far : "",
+    held.length ? `Measured: whole processes of this stage held at most ${bytes(Math.max(...held))}.` : ""].join(" ");
   const shown = data.timeline.asynchronous ? [[0, most], [endTick, most]] : steps;
   draw("memory-chart", 330,
     ink => ({ legend: legend(ink),
