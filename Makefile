@@ -39,8 +39,8 @@ demo: $(READY)  ## train a small GPT on 4 local ranks by a plan found on the spo
 	$(PYTHON) -m meshwright demo
 
 test: $(READY)  ## run the tests
-	@$(PYTHON) -c 'from tests.support.browser import chromium; print(chromium() and "" or \
-		"no Chromium: the tests of the page of a plan are skipped (apt-get install chromium)", end="")'; echo
+	@$(PYTHON) -c 'from tests.support.browser import chromium; chromium() or \
+		print("no Chromium: the tests of the page of a plan are skipped (apt-get install chromium)")'
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile
 
 lint: $(READY) $(NAMED)  ## style, types, and the one way that imports may point

@@ -21,6 +21,7 @@ how often its code stood before it, unless the row lists ``microbatches``.
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -49,6 +50,7 @@ from .outline import outline
 
 __all__ = ["picture", "stage_end"]
 
+WHY_SECONDS = 30.0  # that a page may spend on the choices of layers
 TICKS = 20_000_000  # per step: a tick is far below what a screen can show
 STEP_CAUSES = ("gradient", "overlapped", "gather", "optimizer", "tied", "loss")
 #: causes of seconds that lie beside a stage's own work
@@ -471,11 +473,15 @@ def _runs(keys: Sequence[Any]) -> list[tuple[int, int, int]]:
 
 
 def _why(plan: Plan, model: Mapping[str, Any], graph: Graph | None) -> dict[str, list[dict[str, Any]]]:
-    """Kind of layer → what ``why`` says of its first layer; empty without the graph."""
+    """Kind of layer → what ``why`` says of its first layer; empty without the graph. Kinds that come after
+    ``WHY_SECONDS`` are left out, and the page says how to ask."""
     if graph is None:
         return {}
     out: dict[str, list[dict[str, Any]]] = {}
+    begin = time.perf_counter()
     for number, kind in enumerate(model["kinds"]):
+        if time.perf_counter() - begin > WHY_SECONDS:
+            break
         answer = plan.why(plan.layers[kind["layer"]], graph)
         out[str(number)] = [{**asdict(row), **_finite(asdict(row)), "chosen": row.chosen} for row in answer.rows]
     return out

@@ -128,7 +128,9 @@ function showLayer(layer, stage, index) {
               row.chosen ? "chosen" : row.reason] })
           ), [1, 2])],
     ).flat()
-    : element("p", {}, "What other choices would cost needs the model: make the page with --target MODEL, or ask ",
+    : element("p", {},
+      "What other choices would cost is not in this page. It asks where it has the model (--target MODEL), "
+        + "for half a minute at most; or ask ",
       element("code", {}, `meshwright why PLAN ${layer.first} --target MODEL`)), element("h4", {}, "Collectives"),
     collectives(all, stage.axes));
 }
