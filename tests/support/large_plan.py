@@ -57,5 +57,8 @@ def large_plan(layers: int = 96, stages: int = 64, devices: int = 1024, microbat
     return replace(
         small, cluster=json.loads(cluster.to_json()), layers=tuple(names), stages=tuple(made), transfers=transfers,
         microbatches=microbatches, global_batch=microbatches * 16, graph=None,
-        prediction=replace(small.prediction, stages=like),
+        prediction=replace(
+            small.prediction, stages=like,
+            step_s=1.1 * microbatches * (like[-1].forward_s + predicted.backward_s),
+        ),
     )  # fmt: skip

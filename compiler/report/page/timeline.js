@@ -140,6 +140,10 @@ function single(stage, s, row, lo, hi, px, put) {
 
 // Dense actions as blocks of a few pixels: bands as high as the share of time of each kind.
 function merged(s, row, lo, hi, from, px, block, put) {
+  const bubble = (a, b) => {
+    if (b - a > px) put("bubble", s, a, b, 0, 0.7, "bubble", [`stage ${s} waits ${time(b - a)}`]);
+  };
+  bubble(lo ? row.end[lo - 1] : 0, row.start[lo]);
   for (let i = lo; i < hi;) {
     const begin = Math.max(row.start[i], from), share = {};
     let j = i, last = begin;
@@ -155,15 +159,14 @@ function merged(s, row, lo, hi, from, px, block, put) {
     }
     const end = j < row.n && row.start[j] - last < px ? row.start[j] : last;
     let top = 0;
-    const details = Object.entries(share).map(([name, t]) => `${name} ${percent(t / (end - begin))} of this stretch`);
-    for (const [name, t] of Object.entries(share)) {
+    const shares = SERIES.filter(name => name in share).map(name => [name, share[name]]);
+    const details = shares.map(([name, t]) => `${name} ${percent(t / (end - begin))} of this stretch`);
+    for (const [name, t] of shares) {
       const height = 0.7 * Math.min(1, t / (end - begin));
       put(name, s, begin, end, top, height, `${j - i} actions`, [...details, "zoom in to see them"]);
       top += height;
     }
-    if (j < row.n && row.start[j] > end) {
-      put("bubble", s, end, row.start[j], 0, 0.7, "bubble", [`stage ${s} waits ${time(row.start[j] - end)}`]);
-    }
+    bubble(end, j < row.n ? row.start[j] : Math.max(end, pipelineTick));
     i = j;
   }
 }
