@@ -166,7 +166,7 @@ function moduleTree(layer, stage) {
     const name = renamed(op.module, layer.like, layer.first);
     at(name).leaves.push(
       element("div", { class: "leaf" }, blocks(parsedType(op.type), op.spec, stage, 34, 18), choose(op.op, () =>
-        showOp(op, name || op.op, stage)),
+        showOp(op, [name, op.op].filter(Boolean).join(": "), stage)),
         element("span", { class: "role" },
           [labelWords(op, stage), sentWords(op.messages)].filter(Boolean).join(" · "))),
     );
