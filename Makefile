@@ -19,7 +19,7 @@ TREE_PATH := $(abspath build/lint)
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test lint format bench measured zoo rules wheel clean
+.PHONY: help venv demo test lint format bench measured zoo rules page wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -39,6 +39,8 @@ demo: $(READY)  ## train a small GPT on 4 local ranks by a plan found on the spo
 	$(PYTHON) -m meshwright demo
 
 test: $(READY)  ## run the tests
+	@$(PYTHON) -c 'from tests.support.browser import chromium; chromium() or \
+		print("no Chromium: the tests of the page of a plan are skipped (apt-get install chromium)")'
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile
 
 lint: $(READY) $(NAMED)  ## style, types, and the one way that imports may point
@@ -65,6 +67,10 @@ zoo: $(READY)  ## train 190 architectures on two ranks against eager PyTorch; ma
 
 rules: $(READY)  ## check every sharding rule by execution; report wrong rules and missing splits
 	$(PYTHON) -m meshwright.compiler.verification.check_rules tests.support.zoo:ZOO
+
+# Needs node. What it makes is committed, so that nobody else does.
+page:  ## bundle the charts of the page of a plan, from the versions in its package-lock.json
+	cd compiler/report/page/bundle && npm ci --no-audit --no-fund && npm run --silent build
 
 wheel: $(READY)  ## build the wheel into dist/
 	rm -rf build/lib build/bdist.*

@@ -33,6 +33,10 @@ _provide(
     why="meshwright.compiler.report.why:why",
     check="meshwright.compiler.plan.validation:validate",
     not_executable="meshwright.compiler.plan.validation:runtime_faults",
+    outline="meshwright.compiler.report.outline:outline",
+    to_html="meshwright.compiler.report.page:to_html",
+    notebook_html="meshwright.compiler.report.page:notebook_html",
+    to_chrome_trace="meshwright.compiler.report.chrome_trace:to_chrome_trace",
     require_valid="meshwright.compiler.plan.validation:require_valid",
 )
 

@@ -23,6 +23,7 @@ from .compiler.frontend.padding import Padding, capture_padded
 from .compiler.ir.graph import Graph, Result, Source
 from .compiler.ir.program import ChunkProgram
 from .compiler.ir.spec import Pair
+from .compiler.pipeline.measured import MeasuredStep
 from .compiler.plan.lower import lower
 from .compiler.plan.plan import Plan
 from .compiler.plan.recompute import PlanLayers
@@ -34,8 +35,9 @@ from .compiler.report.step_report import THRESHOLD, Report
 from .compiler.search.evaluation import plan_evaluation
 from .compiler.verification.capture_check import check_capture, is_cheap
 from .costmodel.cluster import Cluster
+from .costmodel.files import write_atomically
 from .costmodel.tables import cache_directory
-from .run_report import foreign_bytes, gather_report, recalibration
+from .run_report import foreign_bytes, gather_report, gather_trace, recalibration
 from .runtime.checkpoint import load_checkpoint, save_checkpoint
 from .runtime.execution.compilation import Compiler, backend_of
 from .runtime.execution.independent_replicas import SYNCHRONOUS, LocalUpdates
@@ -391,6 +393,16 @@ class Parallel:
         fraction), the report says which terms explain it.
         """
         return gather_report(self.plan, self.session, threshold, self._live_bytes)
+
+    @publishes_errors
+    def trace(self, path: str | os.PathLike[str] | None = None) -> MeasuredStep:
+        """The last measured step of all ranks, on one clock, for ``Plan.to_html`` and ``Plan.to_chrome_trace``.
+        Collective: the same on every rank. path: where rank 0 writes it as well. ValueError before a step was
+        measured."""
+        step = gather_trace(self.plan, self.session)
+        if path is not None and self.session.rank == 0:
+            write_atomically(path, json.dumps(step.to_json()))
+        return step
 
     @publishes_errors
     def metered_step(self, *inputs: Any, targets: Any = (), **kwargs: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The report of a run, gathered from its ranks, and the recalibration from it.
+"""The report and the trace of a run, gathered from its ranks, and the recalibration from it.
 
 Only ``parallel`` imports this module. ``compiler.report.prediction_error`` compares and ``compiler.report.calibration``
 refits, both without any rank.
@@ -7,6 +7,7 @@ refits, both without any rank.
 from __future__ import annotations
 
 import json
+import socket
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .compiler.pipeline.measured import MeasuredStep, RankSpans
 from .compiler.plan.plan import Plan
 from .compiler.report.calibration import Recalibration, refit
 from .compiler.report.prediction_error import compare, without_skew
@@ -26,7 +28,7 @@ from .costmodel.tables import usable_cores
 from .runtime.execution.session import Session
 from .runtime.profiling.trace import meeting_times, middle_steps, peak_bytes, rank_times
 
-__all__ = ["foreign_bytes", "gather_report", "recalibration"]
+__all__ = ["foreign_bytes", "gather_report", "gather_trace", "recalibration"]
 
 
 def gather_report(plan: Plan, session: Session, threshold: float, live_bytes: int | None) -> Report:
@@ -45,6 +47,31 @@ def gather_report(plan: Plan, session: Session, threshold: float, live_bytes: in
     if session.device.type == "cpu" and len(ranks) > cores:
         notes.append(f"{len(ranks)} ranks share {cores} cores: times of single terms include each other's")
     return compare(plan, ranks, threshold, notes)
+
+
+def gather_trace(plan: Plan, session: Session) -> MeasuredStep:
+    """The last step of all ranks on one clock, the same on every rank. Collective; ValueError before a step was
+    measured.
+
+    The CPU ranks of one host read the same clock. Clocks of hosts, and those of CUDA devices, are equal when all ranks
+    leave a barrier: they are off by as much as ranks leave it apart.
+    """
+    world = dist.get_world_size()
+    dist.barrier()
+    if session.device.type == "cuda":
+        torch.cuda.synchronize(session.device)
+    origin = session.trace.mark()
+    is_shared = session.device.type == "cpu"
+    clocks: list[Any] = [None] * world
+    dist.all_gather_object(clocks, (socket.gethostname(), origin if is_shared else None))
+    if is_shared:  # the clock of the first rank of this host
+        origin = next(mark for host, mark in clocks if host == socket.gethostname())
+    own = RankSpans(session.rank, session.stage, tuple(session.trace.spans(origin)), peak_bytes(session.device))
+    ranks: list[Any] = [None] * world
+    dist.all_gather_object(ranks, own)
+    if not any(rank.spans for rank in ranks):
+        raise ValueError("a trace is of a measured step, but got none; train a few steps first")
+    return MeasuredStep.of(plan.model, ranks)
 
 
 def foreign_bytes(given: Iterable[weakref.ref[torch.Tensor]], session: Session) -> int:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from .picture import add_picture_options, asks_for_pictures, write_pictures
 from .terminal import answers_only, progress_bar, width
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
@@ -114,12 +115,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     several.add_argument("--pareto", action="store_true", help="the Pareto front of step time and peak memory")
     plan.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan (the fastest) to FILE")
+    plan.add_argument("--html", type=Path, metavar="FILE", help="write the picture of the plan (the fastest) to FILE")
     plan.add_argument("--json", action="store_true", help="print one JSON object with the figures, or a list of them")
     plan.set_defaults(run=_plan)
 
     show = commands.add_parser("show", help="explain a plan file")
     show.add_argument("plan", type=Path, metavar="PLAN")
     show.add_argument("--json", action="store_true", help="print one JSON object with the figures")
+    add_picture_options(show, target_help)
     show.set_defaults(run=_show)
 
     why = commands.add_parser("why", help="list what other choices for a layer, module, op or weight would cost")
@@ -257,8 +260,8 @@ def _demo(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    if arguments.output is not None:
-        _writable(arguments.output)
+    for path in filter(None, (arguments.output, arguments.html)):
+        _writable(path)
     with progress_bar() as progress, answers_only():  # targets may print what they like
         progress("importing", 0.0)
         gc.disable()  # what is imported and built stays: looking for garbage in it takes half a second
@@ -303,6 +306,9 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.output is not None:
         plans[0].save(arguments.output)
         print(f"wrote {arguments.output}", file=sys.stderr)
+    if arguments.html is not None:
+        plans[0].to_html(arguments.html, others=plans[1:])
+        print(f"wrote {arguments.html}", file=sys.stderr)
     if arguments.json:
         figures = [summary_json(plan) for plan in plans]
         print(json.dumps(figures if several else figures[0]))
@@ -316,6 +322,12 @@ def _show(arguments: argparse.Namespace) -> None:
     from ..compiler.report.explain import summary_json
 
     plan = _load(arguments.plan)
+    if asks_for_pictures(arguments):
+        for path in filter(None, (arguments.html, arguments.trace)):
+            _writable(path)
+        with progress_bar() as progress, answers_only():
+            write_pictures(plan, arguments, _load, lambda target: _captured(target, progress))
+        return
     print(json.dumps(summary_json(plan)) if arguments.json else plan.explain(width=width()))
 
 

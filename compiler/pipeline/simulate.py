@@ -22,7 +22,9 @@ from ..errors import ScheduleError
 from .families import PIPEDREAM, generate
 from .schedule import Action, Edge, Schedule, chain, checked_edges
 
-__all__ = ["Simulation", "grid", "legend", "simulate", "simulate_steady_state"]
+__all__ = [
+    "Message", "Simulation", "grid", "legend", "message_times", "simulate", "simulate_steady_state",
+]  # fmt: skip
 
 
 _DIGITS = {"F": "0123456789", "B": "₀₁₂₃₄₅₆₇₈₉", "I": "⁰¹²³⁴⁵⁶⁷⁸⁹", "W": "₀₁₂₃₄₅₆₇₈₉"}
@@ -186,6 +188,61 @@ def _clock(
     if stuck:
         raise ScheduleError(f"schedule {schedule.name!r} deadlocks: forever waiting in {', '.join(stuck)}")
     return starts, ends
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message on the clock: on its way from ``start_s`` to ``end_s``."""
+
+    start_s: float
+    end_s: float
+    #: the virtual stages that it comes from and goes to
+    source: int
+    target: int
+    microbatch: int
+
+    @property
+    def is_forward(self) -> bool:
+        """True if it carries an activation, False if a gradient."""
+        return self.source < self.target
+
+
+def message_times(
+    schedule: Schedule,
+    simulation: Simulation,
+    transfers_s: Mapping[Edge, float],
+    backward_transfers_s: Mapping[Edge, float],
+) -> list[list[Message]]:
+    """Per stage, the messages that it receives in a ``simulate`` with these seconds, in the order of its actions."""
+    places = schedule.places()
+    virtual = {place: q for q, place in enumerate(places)}
+    ended = {
+        (action.kind == "F", virtual[stage, action.chunk], action.microbatch): end
+        for stage, row in enumerate(simulation.timeline)
+        for _, end, action in row
+        if action.kind != "W"
+    }
+    received_by: dict[tuple[bool, int], list[tuple[int, float]]] = {}  # (forward?, target) → source, seconds
+    for (source, target), seconds in transfers_s.items():
+        received_by.setdefault((True, target), []).append((source, seconds))
+    for (target, source), seconds in backward_transfers_s.items():
+        received_by.setdefault((False, target), []).append((source, seconds))
+    free_at: dict[Edge, float] = {}  # the two directions of an edge are two keys
+    out: list[list[Message]] = []
+    for stage, row in enumerate(simulation.timeline):
+        received: list[Message] = []
+        for at, (_, _, action) in enumerate(row):
+            if action.kind == "W":
+                continue
+            here, forward = virtual[stage, action.chunk], action.kind == "F"
+            expects_at = row[at - 2][1] if at > 1 else 0.0
+            for source, seconds in received_by.get((forward, here), ()):
+                made_at = ended[forward, source, action.microbatch]
+                start = max(made_at, expects_at, free_at.get((source, here), 0.0))
+                free_at[source, here] = start + seconds
+                received.append(Message(start, start + seconds, source, here, action.microbatch))
+        out.append(received)
+    return out
 
 
 def simulate_steady_state(

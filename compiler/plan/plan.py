@@ -5,7 +5,8 @@ Grammar::
     plan      ::= header stage+ transfer* prediction provenance
     header    ::= version, model fingerprint, cluster (whole description), global_batch, microbatches, schedule,
                   optimizer, precision ("model": the model's own dtypes), codecs of activations between stages and of
-                  weights that are stored in blocks (none at all: as they are)
+                  weights that are stored in blocks (none at all: as they are), outline of the model (none at all: not
+                  known)
     stage     ::= devices, mesh_shape, chunk+, wire*  (one chunk per stage, except under schedules with virtual stages)
     chunk     ::= layers [first, end), recompute mode per layer (none at all: "none" for each), ops {node: labels},
                   parameters {name: sharding}, sources {node: pair}, receives {node: pair}, sends {node: spec}
@@ -24,6 +25,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
@@ -321,6 +323,8 @@ class Plan:
     precision: str = "model"
     #: codecs of "activations" and "weights", see ``tensor_codecs``
     codes: Mapping[str, str] = field(default_factory=dict)
+    #: the modules, shapes and messages of the model under these decisions (``report.outline``); a saved plan has it
+    outline: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     #: the captured model, only in the process that made the plan
     graph: Graph | None = field(default=None, compare=False, repr=False)
 
@@ -395,6 +399,34 @@ class Plan:
             )
         return method("why")(self, name, graph, cluster)
 
+    def to_html(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        graph: Graph | None = None,
+        trace: Any = None,
+        others: Sequence[Plan] = (),
+    ) -> str:
+        """The picture of the plan as one HTML page that needs no network (docs/picture.md); ``path`` is where it is
+        written as well.
+
+        graph: the captured model, by default the plan's own; with it a layer says what other choices would cost.
+        trace: a measured step (``Parallel.trace``), drawn below the predicted one. others: plans to compare with, such
+        as the rest of a Pareto front.
+        """
+        text: str = method("to_html")(self, path, graph, trace, others)
+        return text
+
+    def to_chrome_trace(self, path: str | os.PathLike[str] | None = None, *, trace: Any = None) -> dict[str, Any]:
+        """The predicted step, and a measured one on the same clock, as a document for Perfetto and chrome://tracing;
+        ``path`` is where it is written as well. trace: as in ``to_html``."""
+        document: dict[str, Any] = method("to_chrome_trace")(self, path, trace)
+        return document
+
+    def _repr_html_(self) -> str:
+        text: str = method("notebook_html")(self)
+        return text
+
     # ---- the document
 
     def to_json(self) -> dict[str, Any]:
@@ -415,6 +447,7 @@ class Plan:
             "transfers": [asdict(transfer) for transfer in self.transfers],
             "prediction": asdict(self.prediction),
             "provenance": dict(self.provenance),
+            **({"outline": dict(self.outline)} if self.outline else {}),
         }
 
     @classmethod
@@ -429,7 +462,7 @@ class Plan:
             )
         if data["version"] == 1:
             data = upgraded(data)
-        data = {"codes": {}, **data}  # younger than version 2
+        data = {"codes": {}, "outline": {}, **data}  # younger than version 2
         missing = [f.name for f in fields(cls) if f.name not in data and f.name != "graph"]
         if missing:
             raise ValueError(f"the plan lacks {', '.join(map(repr, missing))}; it is truncated or was edited badly")
@@ -456,13 +489,23 @@ class Plan:
                 provenance=dict(data["provenance"]),
                 precision=str(data["precision"]),
                 codes={str(what): str(code) for what, code in dict(data["codes"]).items()},
+                outline=dict(data["outline"]),
             )
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise ValueError(f"the plan does not follow the format: {type(error).__name__}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the document; the file appears whole or not at all."""
-        write_atomically(path, json.dumps(self.to_json(), indent=1) + "\n")
+        """Write the document, with the outline of the model where the plan knows the model; the file appears whole or
+        not at all."""
+        document = self.to_json()
+        outline = document.pop("outline", None)
+        if self.graph is not None and not outline:
+            with suppress(Exception):  # a plan is kept, whatever its picture may lack
+                outline = method("outline")(self, self.graph)
+        text = json.dumps(document, indent=1)
+        if outline:  # nobody edits it, so it is one line
+            text = f'{text.removesuffix(chr(10) + "}")},\n "outline": {json.dumps(outline, separators=(",", ":"))}\n}}'
+        write_atomically(path, text + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

@@ -29,7 +29,7 @@ from ..plan.plan import Chunk, Plan, Prediction
 from ..plan.recompute import Recompute, modes_in, recompute_of
 from ..search.predict import merge_chunks, predict
 
-__all__ = ["reprice"]
+__all__ = ["pinned_section", "reprice"]
 
 
 def reprice(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
@@ -91,7 +91,7 @@ def _stage(
     parts = []
     for part in stage.chunks:
         context = StageContext(graph, layering, pricer, plan.microbatches, recompute=recompute)
-        section = _section(part, context)
+        section = pinned_section(part, context)
         framework = FRAMEWORK_BYTES[cluster.device(stage.devices[0]).kind]
         chosen = [0] * len(section.names)
         parts.append(describe_stage(context, part.layers, section, chosen, flight, framework, stage.wire))
@@ -99,7 +99,7 @@ def _stage(
     return replace(priced, stage=replace(stage, wire=stage.wire or priced.stage.wire))
 
 
-def _section(part: Chunk, context: StageContext) -> Section:
+def pinned_section(part: Chunk, context: StageContext) -> Section:
     """A chunk as a section in which everything has one choice."""
     graph = context.graph
     nodes = graph.by_name()

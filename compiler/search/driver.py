@@ -154,7 +154,7 @@ def search_plans(search: SearchState, top_k: int = 1) -> tuple[list[Plan], Infea
             break
         plans, missed = _build_plans(search, candidates, top_k, tried, plans, regular.solved_again)
         error = missed or error
-    search.bound_s = regular.bound_s
+    search.bound_s, search.cases = regular.bound_s, regular.record
     if not is_regular_enough(search) or not (plans or is_regular_only(search)):
         any_plan = search.request is not None and search.request.regular == "any"
         limit_s = time_to_beat(plans, top_k) * (1 - (0.0 if any_plan else LEAST_GAIN))
@@ -443,6 +443,7 @@ def with_provenance(search: SearchState, plan: Plan, others: Sequence[dict[str, 
         "cluster": search.cluster.fingerprint(),
         "strategy": None if search.strategy is None else search.strategy.to_json(),
         "constraints": [text for _, text in search.constraints.said],
+        "cases": search.cases,
         "clocks": [[clock_s, step_s] for clock_s, step_s in search.clocks],
     }
     notes = (*_notes(search, plan), *plan.prediction.notes)

@@ -21,8 +21,8 @@ from ..intra_op.stage import SolvedStage
 from ..ir.graph import Graph, TensorType
 from ..ir.spec import Spec, local_shape, without_partials
 from ..pipeline.families import PIPEDREAM, generate
-from ..pipeline.schedule import Edge
-from ..pipeline.simulate import Simulation, simulate, simulate_steady_state
+from ..pipeline.schedule import Edge, Schedule
+from ..pipeline.simulate import Message, Simulation, message_times, simulate, simulate_steady_state
 from ..plan.plan import GradientReduction, Plan, Stage, StagePrediction, Transfer
 from ..plan.tensor_codecs import coder_seconds, wire_share
 
@@ -31,6 +31,7 @@ __all__ = [
     "StepPrediction",
     "loss_seconds",
     "merge_chunks",
+    "plan_messages",
     "predict",
     "simulate_plan",
     "simulate_stages",
@@ -323,21 +324,9 @@ def simulate_stages(
     """A schedule (of ``chunks`` per stage, None for its own number) on the clock with predicted seconds. Tensors that
     one chunk makes for another of its stage are there at once."""
     made = generate(schedule, len(stages), microbatches, chunks)
-    places = made.places()
-    number = {place: index for index, place in enumerate(places)}
-    ahead: dict[Edge, float] = {}
-    back: dict[Edge, float] = {}
-    for s, stage in enumerate(stages):
-        senders = {name: c for c, chunk in enumerate(stage.chunks) for name in chunk.sends}
-        for c, chunk in enumerate(stage.chunks):
-            for edge in {(number[s, senders[name]], number[s, c]) for name in chunk.receives if name in senders}:
-                ahead[edge] = back[edge] = 0.0
-    for transfer in transfers:
-        edge = number[transfer.source, transfer.source_chunk], number[transfer.target, transfer.target_chunk]
-        ahead[edge] = ahead.get(edge, 0.0) + transfer.forward_s
-        back[edge] = back.get(edge, 0.0) + transfer.backward_s
+    ahead, back = _edges(made, stages, transfers)
     seconds = [(one.chunk_s or [(one.forward_s, one.backward_s, weight_seconds(one))]) for one in predictions]
-    each = [seconds[s][c] for s, c in places]
+    each = [seconds[s][c] for s, c in made.places()]
     if schedule == PIPEDREAM:
         forward, backward = [f for f, _, _ in each], [b for _, b, _ in each]
         return simulate_steady_state(
@@ -352,6 +341,34 @@ def simulate_stages(
         back or None,
         [min(weight, backward) for _, backward, weight in each],
     )
+
+
+def _edges(
+    made: Schedule, stages: Sequence[Stage], transfers: Sequence[Transfer]
+) -> tuple[dict[Edge, float], dict[Edge, float]]:
+    """Seconds of the messages of every edge, forward and back."""
+    number = {place: index for index, place in enumerate(made.places())}
+    ahead: dict[Edge, float] = {}
+    back: dict[Edge, float] = {}
+    for s, stage in enumerate(stages):
+        senders = {name: c for c, chunk in enumerate(stage.chunks) for name in chunk.sends}
+        for c, chunk in enumerate(stage.chunks):
+            for edge in {(number[s, senders[name]], number[s, c]) for name in chunk.receives if name in senders}:
+                ahead[edge] = back[edge] = 0.0
+    for transfer in transfers:
+        edge = number[transfer.source, transfer.source_chunk], number[transfer.target, transfer.target_chunk]
+        ahead[edge] = ahead.get(edge, 0.0) + transfer.forward_s
+        back[edge] = back.get(edge, 0.0) + transfer.backward_s
+    return ahead, back
+
+
+def plan_messages(plan: Plan, simulation: Simulation) -> list[list[Message]]:
+    """Per stage, the messages that it receives in ``simulate_plan``; none under "pipedream", whose steps overlap."""
+    if plan.schedule == PIPEDREAM:
+        return [[] for _ in plan.stages]
+    made = generate(plan.schedule, len(plan.stages), plan.microbatches, plan.chunks_asked)
+    ahead, back = _edges(made, plan.stages, _with_seconds(plan.transfers, plan.prediction.stages))
+    return message_times(made, simulation, ahead, back)
 
 
 def weight_seconds(stage: StagePrediction) -> float:

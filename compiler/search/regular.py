@@ -106,6 +106,19 @@ class RegularSearch:
         """Seconds that no regular plan undercuts."""
         return min([self._solved_s, *(one.bound_s for one in (self._queue or ())[:1])])
 
+    @property
+    def record(self) -> dict[str, float | None]:
+        """What became of the cases: how many meshes (with a microbatch count each) and cases got bounds, how many cases
+        were solved, how many are left, and seconds that none of these undercuts."""
+        left = self._queue or []
+        return {
+            "meshes": len(self._bounds),
+            "bounded": self._number,
+            "solved": len({one.number for one in self._solved}),
+            "left": len(left),
+            "left_bound_s": left[0].bound_s if left else None,
+        }
+
     def explore(self, limit_s: float, count: int = 1) -> list[Candidate]:
         """The pipelines of cases that may be faster than ``limit_s`` and were not solved yet, fastest first, until the
         ``count`` fastest of them are proven to be no slower than the rest."""

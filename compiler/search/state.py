@@ -108,6 +108,8 @@ class SearchState:
     deadline: float = inf
     #: pass → seconds
     passes: dict[str, float] = field(default_factory=dict)
+    #: what became of the cases of the regular search (``RegularSearch.record``)
+    cases: dict[str, float | None] = field(default_factory=dict)
     #: (seconds on the clock of candidates, simulated seconds) of the pipelines that were built
     clocks: list[tuple[float, float]] = field(default_factory=list)
     #: the step of the best regular plan, where others were looked for beside it

@@ -26,7 +26,7 @@ from ...compiler.pipeline.families import generate
 from ...compiler.pipeline.schedule import Action, Place, validate
 from ...compiler.plan.boundaries import BoundaryMetadata, differentiable_links, links_of, places_of
 from ..parameters.gradients import GradientReducer
-from ..profiling.trace import TimedComm, Trace
+from ..profiling.trace import TimedComm, Trace, named
 from ..transport.cross_mesh import Incoming, Port
 from ..transport.process_groups import DistributedComm, PendingCollective
 from .boundary_metadata import find_settled_sends
@@ -163,54 +163,55 @@ class Executor:
         posted = _post(self.works[0])
         with use_context(self.context), torch.set_grad_enabled(self.training):
             for index, work in enumerate(self.works):
-                action, part = work.action, work.part
-                kind, microbatch = action.kind, action.microbatch
-                arriving = posted
-                started = mark()  # posting waits, too, where a message is being read
-                posted = _post(self.works[index + 1]) if index + 1 < len(self.works) else []
-                arrived = [(position, incoming.wait()) for position, incoming in arriving]
-                for done in work.settled:
-                    _drain(held.pop(done, []))
-                ready = mark()
-                self.context.microbatch = first_microbatch + microbatch
-                sends: Sends = []
-                if kind == "F":
-                    comm.phase = "forward"
-                    arguments, exits = part.run(inputs, arrived, microbatch)
-                    worked = mark()
-                    sends = part.send_values(exits, microbatch, step)
-                    for position, name in part.buffer_exits:
-                        self.state.buffers[name] = exits[position].detach()
-                    if part.buffer_exits:
-                        self._refresh()
-                    if part.loss_exit is not None:
-                        self.loss.add(exits[part.loss_exit])
-                    if self.training:
-                        saved[action.chunk, microbatch] = (arguments, exits)
-                        for position, name in part.output_exits:
-                            self.training_outputs.setdefault(name, []).append(exits[position].detach())
-                    else:
-                        outputs.update({name: exits[position] for position, name in part.output_exits})
-                    # activations must live in ``saved`` only, or the backward could not free them
-                    del exits, arguments
-                else:
-                    comm.phase = "backward"
-                    if reducer is not None:
-                        reducer.arm(work.final)
-                    if kind == "W":
-                        assert part.halves is not None
-                        part.halves.settle(microbatch)
+                with named(str(work.action)):
+                    action, part = work.action, work.part
+                    kind, microbatch = action.kind, action.microbatch
+                    arriving = posted
+                    started = mark()  # posting waits, too, where a message is being read
+                    posted = _post(self.works[index + 1]) if index + 1 < len(self.works) else []
+                    arrived = [(position, incoming.wait()) for position, incoming in arriving]
+                    for done in work.settled:
+                        _drain(held.pop(done, []))
+                    ready = mark()
+                    self.context.microbatch = first_microbatch + microbatch
+                    sends: Sends = []
+                    if kind == "F":
+                        comm.phase = "forward"
+                        arguments, exits = part.run(inputs, arrived, microbatch)
                         worked = mark()
+                        sends = part.send_values(exits, microbatch, step)
+                        for position, name in part.buffer_exits:
+                            self.state.buffers[name] = exits[position].detach()
+                        if part.buffer_exits:
+                            self._refresh()
+                        if part.loss_exit is not None:
+                            self.loss.add(exits[part.loss_exit])
+                        if self.training:
+                            saved[action.chunk, microbatch] = (arguments, exits)
+                            for position, name in part.output_exits:
+                                self.training_outputs.setdefault(name, []).append(exits[position].detach())
+                        else:
+                            outputs.update({name: exits[position] for position, name in part.output_exits})
+                        # activations must live in ``saved`` only, or the backward could not free them
+                        del exits, arguments
                     else:
-                        arguments, exits = saved.pop((action.chunk, microbatch))
-                        part.backward(exits, arrived, microbatch, scale * loss_scale / self.microbatches)
-                        del exits
-                        worked = mark()
-                        sends = part.send_cotangents(arguments, microbatch, step)
-                        del arguments
-                if sends:
-                    held[index] = sends
-                self.trace.action(work.label, started, ready, worked, mark())
+                        comm.phase = "backward"
+                        if reducer is not None:
+                            reducer.arm(work.final)
+                        if kind == "W":
+                            assert part.halves is not None
+                            part.halves.settle(microbatch)
+                            worked = mark()
+                        else:
+                            arguments, exits = saved.pop((action.chunk, microbatch))
+                            part.backward(exits, arrived, microbatch, scale * loss_scale / self.microbatches)
+                            del exits
+                            worked = mark()
+                            sends = part.send_cotangents(arguments, microbatch, step)
+                            del arguments
+                    if sends:
+                        held[index] = sends
+                    self.trace.action(work.label, started, ready, worked, mark())
             comm.phase = "step"
             # started before the reducer waits: the loss travels beside the last gradients
             total = self.loss.start()

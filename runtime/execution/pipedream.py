@@ -36,7 +36,7 @@ from ...compiler.pipeline.families import PIPEDREAM, generate, lag_steps
 from ...compiler.pipeline.schedule import validate
 from ...compiler.plan.boundaries import BoundaryMetadata
 from ...compiler.plan.plan import Plan
-from ..profiling.trace import Mark
+from ..profiling.trace import Mark, named
 from ..transport.cross_mesh import Incoming, Port
 from .chunk import BoundChunk, RankResources, Sends
 from .executor import Executor
@@ -166,18 +166,19 @@ class StashingExecutor(Executor):
         posted = self._posted(*actions[0])
         with use_context(self.context), torch.enable_grad():
             for index, (kind, number) in enumerate(actions):
-                arriving = posted
-                posted = self._posted(*actions[index + 1]) if index + 1 < len(actions) else []
-                started = mark()
-                arrived = [(position, incoming.wait()) for position, incoming in arriving]
-                self._settle(self._values if kind == "B" else self._cotangents,
-                             number if kind == "B" else number - self.apart)  # fmt: skip
-                ready = mark()
-                if kind == "F":
-                    worked = self._forward(number, inputs, step, arrived)
-                else:
-                    worked = self._backward(number, arrived)
-                self.trace.action(f"{kind}{number % self.microbatches}", started, ready, worked, mark())
+                with named(f"{self.state.stage}{kind}{number % self.microbatches}"):
+                    arriving = posted
+                    posted = self._posted(*actions[index + 1]) if index + 1 < len(actions) else []
+                    started = mark()
+                    arrived = [(position, incoming.wait()) for position, incoming in arriving]
+                    self._settle(self._values if kind == "B" else self._cotangents,
+                                 number if kind == "B" else number - self.apart)  # fmt: skip
+                    ready = mark()
+                    if kind == "F":
+                        worked = self._forward(number, inputs, step, arrived)
+                    else:
+                        worked = self._backward(number, arrived)
+                    self.trace.action(f"{kind}{number % self.microbatches}", started, ready, worked, mark())
                 if len(self.loss.losses) == self.microbatches:
                     self._told()
                 if kind == "B" and self.backwards % self.microbatches == 0:

@@ -20,7 +20,7 @@ import resource
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -29,8 +29,10 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
+from torch.profiler import record_function
 
 from ...compiler.ir.comm import Arrival, Comm
+from ...compiler.pipeline.measured import Span
 from ...costmodel.measured import RankTimes
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "Trace",
     "meeting_times",
     "middle_steps",
+    "named",
     "peak_bytes",
     "rank_times",
 ]
@@ -50,6 +53,14 @@ KEEP_STEPS = 64
 KEEP_STEPS_CUDA = 8  # events are kept until they are read
 
 Mark = Any  # float seconds, or torch.cuda.Event
+
+
+_NOTHING = nullcontext()
+
+
+def named(name: str) -> AbstractContextManager[Any]:
+    """A record under the name "meshwright …" in the trace of a ``torch.profiler``; nothing where none runs."""
+    return record_function(f"meshwright {name}") if torch.autograd.profiler._is_profiler_enabled else _NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +156,8 @@ class Trace:
     def span(self, name: str) -> Iterator[None]:
         """A part of the end of the step, by its name in the grammar."""
         begin = self.mark()
-        yield
+        with named(name):
+            yield
         self._open.spans.append((name, begin, self.mark()))
 
     def action(self, label: str, begin: Mark, arrived: Mark, done: Mark, sent: Mark) -> None:
@@ -188,6 +200,20 @@ class Trace:
         """The kept steps, oldest first. On CUDA this waits for the device."""
         self._settle()
         return [self._times(record) for record in self._kept]
+
+    def spans(self, origin: Mark) -> list[Span]:
+        """The last kept step, in seconds after the mark ``origin``; empty before the first."""
+        self._settle()
+        if not self._kept:
+            return []
+        record, out = self._kept[-1], list[Span]()
+        for entry in record.actions:
+            label, (_, arrived, _, sent), *_ = entry
+            times = self._action(*entry)
+            start, end = self._between(origin, arrived), self._between(origin, sent)
+            out.append(Span(label, start, end, times.wait_s, times.exchange_s, times.repeat_s, times.send_s))
+        out += [Span(name, self._between(origin, a), self._between(origin, b)) for name, a, b in record.spans]
+        return sorted(out, key=lambda span: span.start_s)
 
     def usable(self) -> list[StepTimes]:
         """The kept steps but the very first, which fills buffers and caches, and those that accumulated several
