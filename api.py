@@ -134,6 +134,7 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
         plans = cached_plans(question.graph, question.cluster, question.request, search, question.capture_s)
     else:
         plans = search()
+    plans = [plan.sealed() for plan in plans]
     return plans[0] if top_k is None else plans
 
 
@@ -179,7 +180,7 @@ def pareto(
         )
 
     fronts = search_all(front_of, question.graph, question.request)
-    return pareto_front([plan for front in fronts for plan in front])[:points]
+    return [plan.sealed() for plan in pareto_front([plan for front in fronts for plan in front])[:points]]
 
 
 def parallelize(
@@ -364,6 +365,11 @@ class _ReplicaRequest:
         """The plan with the memory that such replicas take, and their delay. Raises InfeasibleError if a delay or
         period that was asked for does not fit."""
         graph = in_precision(graph, plan.precision)
+        edited = plan.price_state == "edited"
+        priced, steps = self._with_memory(plan, graph)
+        return (priced if edited else priced.sealed()), steps
+
+    def _with_memory(self, plan: Plan, graph: Graph) -> tuple[Plan, int]:
         if not self.automatic_delay:
             return with_replica_memory(plan, graph, self.delay, self.period, self.outer), self.delay
         delay = chosen_delay(plan, graph)
@@ -436,7 +442,8 @@ class _GivenPlan(_RequestedPlan):
     ) -> tuple[Plan, int]:
         """The given plan."""
         require_valid(self.given, graph, self.cluster, runnable=True)
-        return self.replicas.applied_to(self.given, graph)
+        noted = self.given.noted(*filter(None, (self.given.price_note,)))
+        return self.replicas.applied_to(noted, graph)
 
 
 def _check_beside_plan(plan: Plan, request: PlanRequest) -> None:

@@ -1,4 +1,4 @@
-"""The command line: ``meshwright demo | plan | show | why | check | verify | models | profile | diff``.
+"""The command line: ``meshwright demo | plan | show | why | check | verify | simulate | diff | export | …``.
 
 Answers go to stdout, everything else (progress, notes, errors) to stderr. An error is one line. Exit status: 0 done,
 1 a fault of meshwright itself (``MESHWRIGHT_DEBUG=1`` shows where), 2 bad input, 3 no plan fits, 130 interrupted.
@@ -13,20 +13,25 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
+from .compare import add_check, add_comparisons
+from .inputs import BAD_INPUT, built_in_target
+from .inputs import captured as _captured
+from .inputs import cluster as _cluster
+from .inputs import fail as _fail
+from .inputs import load as _load
+from .inputs import positive as _positive
+from .inputs import seconds as _seconds
+from .inputs import writable as _writable
 from .terminal import answers_only, progress_bar, width
-
-if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
-    from ..compiler.ir.graph import Graph
-    from ..compiler.plan.plan import Plan
-    from ..costmodel.cluster import Cluster
 
 __all__ = ["main"]
 
-BAD_INPUT, INFEASIBLE, INTERRUPTED = 2, 3, 130
+INFEASIBLE, INTERRUPTED = 3, 130
 MAX_WORKERS = 2  # processes that plan, where there are so many cores
 
 
@@ -58,13 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if argv is not None:  # else the process ends here
             gc.enable()
-
-
-def _fail(message: str, status: int) -> int:
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    text = " ".join(lines) if sum(map(len, lines)) < 2000 else lines[0]
-    print(f"meshwright: {text}", file=sys.stderr)
-    return status
 
 
 class _Parser(argparse.ArgumentParser):
@@ -127,14 +125,10 @@ def _parser() -> argparse.ArgumentParser:
     why.add_argument(
         "name", metavar="NAME", help="a name that `show` prints: blocks.0.feed_forward, head.weight, linear_4"
     )
-    why.add_argument("--target", required=True, metavar="TARGET", help=target_help)
+    why.add_argument("--target", metavar="TARGET", help=f"{target_help} (default: the built-in one that was planned)")
     why.set_defaults(run=_why)
 
-    check = commands.add_parser("check", help="list the faults of a plan file, by itself or for a model and a cluster")
-    check.add_argument("plan", type=Path, metavar="PLAN")
-    check.add_argument("--target", metavar="TARGET", help=target_help)
-    check.add_argument("--cluster", metavar="CLUSTER", help=cluster_help)
-    check.set_defaults(run=_check)
+    add_check(commands, target_help, cluster_help)
 
     verify = commands.add_parser(
         "verify", help="check numerically, without the cluster, that a plan computes what one device does"
@@ -169,10 +163,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     profile.set_defaults(run=_profile)
 
-    diff = commands.add_parser("diff", help="list the differences between two clusters")
-    diff.add_argument("before", metavar="A", help=cluster_help)
-    diff.add_argument("after", metavar="B", help=cluster_help)
-    diff.set_defaults(run=_diff)
+    add_comparisons(commands, target_help, cluster_help)
 
     models = commands.add_parser("models", help="list the built-in targets")
     models.set_defaults(run=_models)
@@ -227,22 +218,6 @@ def _communication(text: str) -> str | dict[str, str]:
     codes = dict(part.split("=", 1) for part in parts if "=" in part)
     gradients = ",".join(part for part in parts if "=" not in part)
     return {**({"gradients": gradients} if gradients else {}), **codes} if codes else text
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a whole number of 1 or more, but got {text!r}")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"a positive number of seconds, but got {text!r}")
-    return value
 
 
 # ---- commands
@@ -300,6 +275,7 @@ def _plan(arguments: argparse.Namespace) -> None:
             plans = api.pareto(target.model, cluster, **request)
         else:
             plans = api.plan(target.model, cluster, top_k=arguments.top_k or 1, cache=arguments.cache, **request)
+    plans = [replace(plan, provenance={**plan.provenance, "target": arguments.target}) for plan in plans]
     if arguments.output is not None:
         plans[0].save(arguments.output)
         print(f"wrote {arguments.output}", file=sys.stderr)
@@ -313,40 +289,28 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> None:
+    from ..compiler.plan.validation import require_valid
     from ..compiler.report.explain import summary_json
 
     plan = _load(arguments.plan)
+    require_valid(plan)
+    if plan.price_state == "edited":
+        print(f"note: {plan.price_note}; meshwright check --write prices it again", file=sys.stderr)
     print(json.dumps(summary_json(plan)) if arguments.json else plan.explain(width=width()))
 
 
 def _why(arguments: argparse.Namespace) -> None:
+    from ..compiler.plan.validation import require_valid
+
     plan = _load(arguments.plan)
+    target = built_in_target(plan, arguments.target)
+    if target is None:
+        raise ValueError("why asks the model, but got no --target, and the plan names no built-in one; pass it")
     with progress_bar() as progress, answers_only():
-        answer = plan.why(arguments.name, _captured(arguments.target, progress))
+        graph = _captured(target, progress)
+        require_valid(plan, graph)
+        answer = plan.why(arguments.name, graph)
     print(answer)
-
-
-def _check(arguments: argparse.Namespace) -> int:
-    from ..compiler.plan.validation import validate
-
-    plan = _load(arguments.plan)
-    graph = cluster = None
-    with progress_bar() as progress, answers_only():
-        if arguments.cluster is not None:
-            cluster = _cluster(arguments.cluster)
-        if arguments.target is not None:
-            graph = _captured(arguments.target, progress)
-        progress("check", 0.0)
-        faults = validate(plan, graph, cluster)
-    for fault in faults:
-        print(fault)
-    if faults:
-        return _fail(
-            f"{arguments.plan} no longer holds: {len(faults)} fault{'s' if len(faults) > 1 else ''}", BAD_INPUT
-        )
-    tested = ["by itself", *(["for the model"] if graph else []), *(["for the cluster"] if cluster else [])]
-    print(f"{arguments.plan} holds {' and '.join(tested)}")
-    return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -378,12 +342,6 @@ def _profile(arguments: argparse.Namespace) -> int:
     return run(options, arguments.ranks)
 
 
-def _diff(arguments: argparse.Namespace) -> None:
-    from ..costmodel.comparison import compare
-
-    print(compare(_cluster(arguments.before), _cluster(arguments.after)))
-
-
 def _models(_: argparse.Namespace) -> None:
     from ..models import names
 
@@ -391,40 +349,3 @@ def _models(_: argparse.Namespace) -> None:
     width = max(map(len, listed))
     for name, description in listed.items():
         print(f"{name.ljust(width)}  {description}")
-
-
-# ---- inputs
-
-
-def _load(path: Path) -> Plan:
-    from ..compiler.plan.plan import Plan
-
-    return Plan.load(path)
-
-
-def _captured(target: str, progress: Callable[[str, float], None]) -> Graph:
-    from ..compiler.frontend.capture import capture
-    from .targets import build_target
-
-    progress("building", 0.0)
-    built = build_target(target)
-    progress("capture", 0.0)
-    return capture(built.model, built.args, built.kwargs)
-
-
-def _cluster(text: str) -> Cluster:
-    from ..costmodel.cluster import Cluster
-
-    cluster = Cluster.parse(text)
-    for line in cluster.validate():
-        print(f"note: {line}", file=sys.stderr)
-    return cluster
-
-
-def _writable(path: Path) -> None:
-    """ValueError unless a file can be written there: said before the work, not after it."""
-    folder = path.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(
-            f"an output is a file in a folder that can be written to, but got {str(path)!r}; choose another"
-        )

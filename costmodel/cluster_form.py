@@ -1,5 +1,5 @@
-"""The form of a cluster document: its keys and the kinds of their values. What the numbers must be among each other, and
-most of their signs, the values themselves check (``hardware``, ``measured``, ``curves``), in words of their own."""
+"""The form of a cluster document: its keys and the kinds of their values. What the numbers must be among each other,
+and most of their signs, the values themselves check (``hardware``, ``measured``, ``curves``), in words of their own."""
 
 from __future__ import annotations
 

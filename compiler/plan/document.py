@@ -3,9 +3,10 @@
 *Form.* ``document_faults`` names what is missing, unknown, of another type, negative or not finite, by its place.
 
 *Seal.* Two digests are made when a plan is priced: of its decisions (all that a price depends on) and of its prices.
-Notes and provenance are in neither. Where the first does not fit the document the decisions were edited, and the prices
-are of another plan; where the second does not, somebody wrote other prices. Documents without a seal are older: theirs
-is made when they are loaded, and ``known`` is false, since it cannot tell what was edited before.
+Notes, provenance and the outline of the model are in neither. Where the first does not fit the document the decisions
+were edited, and the prices are of another plan; where the second does not, somebody wrote other prices. Documents
+without a seal are older: theirs is made when they are loaded, and ``known`` is false, since it cannot tell what was
+edited before.
 """
 
 from __future__ import annotations
@@ -17,7 +18,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...costmodel.forms import (
-    anything, choice, flag, listed, maybe, number, parsed, positive, record, table, text, whole,
+    anything,
+    choice,
+    flag,
+    listed,
+    maybe,
+    number,
+    parsed,
+    positive,
+    record,
+    table,
+    text,
+    whole,
 )  # fmt: skip
 from ..ir.spec import parse_pair, parse_spec
 
@@ -72,7 +84,7 @@ _PLAN = record(
         "codes": table(text), "layers": listed(text), "stages": listed(_STAGE), "transfers": listed(_TRANSFER),
         "prediction": _PREDICTION, "provenance": table(anything),
     },
-    {"seal": _SEAL},
+    {"outline": table(anything), "seal": _SEAL},
 )  # fmt: skip
 
 
@@ -85,7 +97,11 @@ def document_faults(document: Any) -> Iterator[str]:
             if name in provenance:
                 yield from form(f"provenance.{name}", provenance[name])
         strategy = provenance.get("strategy")
-        if not isinstance(strategy, str | None) and any(table(text)("", strategy)) and any(table(whole())("", strategy)):
+        if (
+            not isinstance(strategy, str | None)
+            and any(table(text)("", strategy))
+            and any(table(whole())("", strategy))
+        ):
             yield f"provenance.strategy is a strategy, but got {strategy!r}"
 
 
@@ -107,7 +123,7 @@ def sealed(document: Mapping[str, Any], known: bool = True) -> Seal:
     transfers = document["transfers"]
     prediction = {name: value for name, value in document["prediction"].items() if name != "notes"}
     prices = [prediction, [[one.get(name, 0.0) for name in messages] for one in transfers]]
-    others = ("version", "prediction", "provenance", "transfers", "seal")
+    others = ("version", "prediction", "provenance", "transfers", "outline", "seal")
     decisions = [
         {name: value for name, value in document.items() if name not in others},
         [{name: value for name, value in one.items() if name not in messages} for one in transfers],

@@ -462,7 +462,7 @@ class Plan:
         data = {"codes": {}, **data}  # younger than version 2
         missing = [f.name for f in fields(cls) if f.name not in data and f.name not in ("graph", "seal")]
         if missing:
-            raise ValueError(f"the plan lacks {', '.join(map(repr, missing))}; it is truncated or was edited badly")
+            raise ValueError(f"the plan {shown(document_faults(data))}; it is truncated or was edited badly")
         if faults := shown(document_faults(data)):
             raise ValueError(f"the plan does not follow the format: {faults}; correct it")
         try:
