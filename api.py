@@ -1,4 +1,4 @@
-"""The public functions ``plan``, ``pareto`` and ``parallelize``.
+"""The public functions ``plan``, ``pareto``, ``simulate`` and ``parallelize``.
 
 This is the only place that joins capture, search and runtime. The public functions come first; below them, capturing
 and searching for a request, and the planners from which a ``Parallel`` gets its plan.
@@ -27,6 +27,7 @@ from .compiler.ir.graph import Graph
 from .compiler.memory.buffers import with_replica_memory
 from .compiler.plan.plan import Plan
 from .compiler.plan.validation import require_valid
+from .compiler.report import what_if
 from .compiler.search.driver import make_plans
 from .compiler.search.local_sgd import LEAST_GAIN, chosen_delay, delay_taken, worthwhile_delay
 from .compiler.search.parallel_shape import Strategy
@@ -41,7 +42,7 @@ if TYPE_CHECKING:  # planning starts a second sooner without the runtime and tor
     from .parallel import OptimizerFactory, Parallel
     from .runtime.parameters.state import Init
 
-__all__ = ["parallelize", "pareto", "plan"]
+__all__ = ["parallelize", "pareto", "plan", "simulate"]
 
 Progress = Callable[[str, float], None]
 
@@ -181,6 +182,32 @@ def pareto(
 
     fronts = search_all(front_of, question.graph, question.request)
     return [plan.sealed() for plan in pareto_front([plan for front in fronts for plan in front])[:points]]
+
+
+def simulate(
+    plan: Plan,
+    model: nn.Module | None = None,
+    *,
+    example_inputs: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    targets: tuple[Any, ...] = (),
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    cluster: Cluster | str | None = None,
+    changes: Mapping[str, Any] | Sequence[str] | None = None,
+) -> Plan:
+    """The plan's decisions with other numbers, or on another cluster, at the price of now. Nothing is searched.
+
+    model, with the inputs of ``plan``: what the plan is for; not needed in the process that made the plan. changes:
+    ``{"microbatches": 32, "network": "4x"}`` or ``["hosts=-2"]``, in the words of docs/how-to.md. The plan that comes
+    back has a bound only if nothing changed, and a note for every stage that does not fit.
+
+    Raises ValueError for an unknown change, for another model, and where the decisions cannot be kept.
+    """
+    graph = None
+    if model is not None:
+        args, kwargs = call_arguments(model, tuple(example_inputs), example_kwargs or {})
+        graph = capture(model, args, kwargs, tuple(targets), loss_fn)
+    return what_if.simulate(plan, graph, Cluster.parse(cluster) if isinstance(cluster, str) else cluster, changes)
 
 
 def parallelize(

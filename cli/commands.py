@@ -111,7 +111,10 @@ def _parser() -> argparse.ArgumentParser:
         "--top-k", type=_positive, metavar="K", help="the K best plans that differ in stages, meshes or microbatches"
     )
     several.add_argument("--pareto", action="store_true", help="the Pareto front of step time and peak memory")
-    plan.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan (the fastest) to FILE")
+    plan.add_argument(
+        "--pick", type=int, metavar="N", help="the row of --top-k or --pareto that -o writes (default 0, the fastest)"
+    )
+    plan.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan to FILE")
     plan.add_argument("--json", action="store_true", help="print one JSON object with the figures, or a list of them")
     plan.set_defaults(run=_plan)
 
@@ -234,6 +237,7 @@ def _demo(arguments: argparse.Namespace) -> None:
 def _plan(arguments: argparse.Namespace) -> None:
     if arguments.output is not None:
         _writable(arguments.output)
+    picked = _picked(arguments)
     with progress_bar() as progress, answers_only():  # targets may print what they like
         progress("importing", 0.0)
         gc.disable()  # what is imported and built stays: looking for garbage in it takes half a second
@@ -276,9 +280,9 @@ def _plan(arguments: argparse.Namespace) -> None:
         else:
             plans = api.plan(target.model, cluster, top_k=arguments.top_k or 1, cache=arguments.cache, **request)
     plans = [replace(plan, provenance={**plan.provenance, "target": arguments.target}) for plan in plans]
-    if arguments.output is not None:
-        plans[0].save(arguments.output)
-        print(f"wrote {arguments.output}", file=sys.stderr)
+    if picked < len(plans) and arguments.output is not None:
+        plans[picked].save(arguments.output)
+        print(f"wrote {arguments.output}" + (f", row {picked}" if several else ""), file=sys.stderr)
     if arguments.json:
         figures = [summary_json(plan) for plan in plans]
         print(json.dumps(figures if several else figures[0]))
@@ -286,6 +290,20 @@ def _plan(arguments: argparse.Namespace) -> None:
         print(compared(plans, width()))
     else:
         print(plans[0].explain(width=width()))
+    if picked >= len(plans):
+        raise ValueError(f"--pick is a row of the table, 0 to {len(plans) - 1}, but got {picked}; nothing was written")
+
+
+def _picked(arguments: argparse.Namespace) -> int:
+    """The row that is written; ValueError if there cannot be such a row."""
+    if arguments.pick is None:
+        return 0
+    if not (arguments.pareto or arguments.top_k) or arguments.output is None:
+        raise ValueError("--pick is of a row that --top-k or --pareto finds and -o writes, but got neither; add them")
+    if arguments.pick < 0 or (arguments.top_k and arguments.pick >= arguments.top_k):
+        most = f"to {arguments.top_k - 1}" if arguments.top_k else "or more"
+        raise ValueError(f"--pick is the number of a row, 0 {most}, but got {arguments.pick}; choose one of these")
+    return int(arguments.pick)
 
 
 def _show(arguments: argparse.Namespace) -> None:

@@ -1,15 +1,21 @@
-"""``meshwright check``: the rules that a plan file breaks, and its price of now where it was edited."""
+"""``meshwright check | simulate | diff``: the rules that a plan file breaks, its price of now, and two things compared.
+
+check      lists the broken rules, and prices an edited plan again
+simulate   prices the decisions of a plan with other numbers, or on another cluster
+diff       compares any two of plans, clusters and runs
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .inputs import BAD_INPUT, built_in_target, captured, cluster, fail, load, writable
-from .terminal import answers_only, progress_bar
+from .terminal import answers_only, progress_bar, width
 
 if TYPE_CHECKING:
     from ..compiler.ir.graph import Graph
@@ -29,7 +35,28 @@ def add_check(commands: Any, target_help: str, cluster_help: str) -> None:
 
 
 def add_comparisons(commands: Any, target_help: str, cluster_help: str) -> None:
-    """Add what compares plans."""
+    """Add ``simulate`` and ``diff`` to the commands."""
+    target = f"{target_help} (default: the built-in one that was planned)"
+    simulate = commands.add_parser("simulate", help="price a plan's decisions with other numbers or on another cluster")
+    simulate.add_argument("plan", type=Path, metavar="PLAN")
+    simulate.add_argument("--cluster", metavar="CLUSTER", help=cluster_help)
+    simulate.add_argument(
+        "--set", dest="changes", action="append", default=[], metavar="NAME=VALUE",
+        help="microbatches=32, batch=2x, schedule=gpipe, recompute=full, network=4x, hosts=-2 (docs/how-to.md lists "
+        "all); repeatable",
+    )  # fmt: skip
+    simulate.add_argument("--target", metavar="TARGET", help=target)
+    simulate.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan as priced to FILE")
+    simulate.add_argument("--json", action="store_true", help="print the comparison as one JSON object")
+    simulate.set_defaults(run=_simulate)
+
+    diff = commands.add_parser("diff", help="compare two plans, clusters or runs, or a plan on another cluster")
+    diff.add_argument("before", metavar="A", help=f"a plan file, a run's report or its folder, {cluster_help}")
+    diff.add_argument("after", metavar="B", nargs="?", help="the same; not with --cluster")
+    diff.add_argument("--cluster", metavar="CLUSTER", help="compare plan A with itself as priced on this cluster")
+    diff.add_argument("--target", metavar="TARGET", help=target)
+    diff.add_argument("--json", action="store_true", help="print the comparison as one JSON object")
+    diff.set_defaults(run=_diff)
 
 
 # ---- check
@@ -92,3 +119,73 @@ def _price_text(plan: Plan, now: Plan) -> str:
         f"priced now: {seconds_text(now.prediction.step_s)} a step (the document says {before}), "
         f"{bytes_text(fullest.peak_bytes)} on the fullest device, {bound}"
     )
+
+
+# ---- simulate, diff
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from ..compiler.report.what_if import parse_changes
+
+    if arguments.output is not None:
+        writable(arguments.output)
+    changes = parse_changes(arguments.changes)
+    plan = load(arguments.plan)
+    words = [f"{name}={value}" for name, value in changes.items()]
+    words += [f"on {arguments.cluster}"] if arguments.cluster else []
+    now = _priced_anew(arguments, plan, changes, f"{arguments.plan}: {', '.join(words) or 'as it is'}")
+    if arguments.output is not None:
+        now.save(arguments.output)
+        print(f"wrote {arguments.output}", file=sys.stderr)
+    return 0
+
+
+def _priced_anew(arguments: argparse.Namespace, plan: Plan, changes: Mapping[str, str], title: str) -> Plan:
+    """Print the comparison of a plan with itself at another price; that plan."""
+    from ..compiler.report.difference import difference
+    from ..compiler.report.what_if import simulate
+
+    target = built_in_target(plan, arguments.target)
+    if target is None:
+        raise ValueError("a plan is priced by its model, but got no --target, and the plan names no built-in one")
+    with progress_bar() as progress, answers_only():
+        hardware = None if arguments.cluster is None else cluster(arguments.cluster)
+        graph = captured(target, progress)
+        progress("simulate", 0.0)
+        now = simulate(plan, graph, hardware, changes)
+    found = difference(plan, now, (str(arguments.plan if hasattr(arguments, "plan") else arguments.before), title))
+    print(json.dumps(found.to_json()) if arguments.json else found.text(width()))
+    for note in now.prediction.notes:
+        if note.startswith("does not fit: "):
+            print(f"note: {note}", file=sys.stderr)
+    return now
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from ..compiler.plan.plan import Plan
+    from ..compiler.plan.validation import require_valid
+    from ..compiler.report.difference import difference, read_side
+    from ..costmodel.cluster import Cluster
+    from ..costmodel.comparison import compare
+
+    if (arguments.after is None) == (arguments.cluster is None):
+        raise ValueError("diff compares A with B, or plan A with itself on --cluster; pass one of B and --cluster")
+    before = read_side(arguments.before)
+    if isinstance(before, Plan):
+        require_valid(before)
+    if arguments.cluster is not None:
+        if not isinstance(before, Plan):
+            raise ValueError(f"--cluster prices a plan again, but got {arguments.before!r}, which is none; pass B")
+        _priced_anew(arguments, before, {}, f"{arguments.before} on {arguments.cluster}")
+        return 0
+    after = read_side(arguments.after)
+    if isinstance(after, Plan):
+        require_valid(after)
+    found = difference(before, after, (arguments.before, arguments.after))
+    if arguments.json:
+        print(json.dumps(found.to_json()))
+    elif isinstance(before, Cluster) and isinstance(after, Cluster):
+        print(compare(before, after))
+    else:
+        print(found.text(width()))
+    return 0

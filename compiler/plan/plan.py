@@ -421,6 +421,17 @@ class Plan:
             )
         return method("why")(self, name, graph, cluster)
 
+    def simulate(
+        self,
+        graph: Graph | None = None,
+        cluster: Cluster | None = None,
+        changes: Mapping[str, Any] | Sequence[str] | None = None,
+    ) -> Plan:
+        """The same decisions with other numbers, or on another cluster, at the price of now; the code and the words of
+        changes are in ``compiler.report.what_if``."""
+        priced: Plan = method("simulate")(self, graph, cluster, changes)
+        return priced
+
     # ---- the document
 
     def to_json(self) -> dict[str, Any]:

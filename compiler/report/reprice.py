@@ -7,10 +7,11 @@ edited plans and benchmarks use this; nothing is searched.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 from ...costmodel.cluster import Cluster
-from ...costmodel.memory import FRAMEWORK_BYTES, usable_bytes
+from ...costmodel.memory import FRAMEWORK_BYTES, state_tensors, usable_bytes
 from ..cost.gradient_communication import Communication
 from ..cost.gradient_reduction import lossy_notes
 from ..cost.parameter_sharding import sharding_text
@@ -27,10 +28,18 @@ from ..pipeline.families import in_flight_formula
 from ..pipeline.regular import in_flight_by_chunk
 from ..plan.plan import Chunk, Plan, Prediction
 from ..plan.recompute import Recompute, modes_in, recompute_of
+from ..plan.validation import notes as asynchronous_notes
+from ..plan.validation import precision_notes
 from ..search.predict import merge_chunks, microbatch_flops, predict
 from ..text import bytes_text
 
 __all__ = ["memory_faults", "reprice"]
+
+#: notes that follow from decisions and prices, and are written anew
+_RENEWED = re.compile(
+    r"^memory of stage|are compressed by|stay idle$|^computed in |changes the optimisation|^irregular: |"
+    r"^does not fit: |^the search ended early|^edited: |^the state of optimizer|^whether the prices"
+)
 
 
 def reprice(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
@@ -57,9 +66,9 @@ def reprice(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
         small, cluster, layering.needs_grad, plan.schedule, plan.microbatches, plan.optimizer, parts,
         plan.code("activations"),
     )  # fmt: skip
-    notes_kept = [
-        n for n in plan.prediction.notes if not (n.startswith("memory of stage") or " are compressed by " in n)
-    ]
+    kept = [note for note in plan.prediction.notes if not _RENEWED.search(note)]
+    anew = [*lossy_notes(plan.stages, plan.codes), *precision_notes(plan), *asynchronous_notes(plan)]
+    anew += filter(None, (state_tensors(plan.optimizer)[1],))
     described = json.loads(cluster.to_json())
     same = plan.seal is not None and plan.price_state == "current" and described == plan.cluster
     prediction = Prediction(
@@ -68,7 +77,7 @@ def reprice(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
         stages=step.stages,
         flops=plan.microbatches * microbatch_flops(small, cluster, layering),
         replicated_flops=plan.microbatches * sum(part.wasted_flops for part in parts),
-        notes=tuple(dict.fromkeys((*lossy_notes(plan.stages, plan.codes), *notes_kept))),
+        notes=tuple(dict.fromkeys((*anew, *kept))),
         sources=step.sources,
     )
     provenance = {**plan.provenance, "cluster": cluster.fingerprint()}
@@ -89,7 +98,7 @@ def memory_faults(plan: Plan) -> list[str]:
         used = predicted.peak_bytes - predicted.memory_bytes["framework"]
         limit = min(usable[device] for device in stage.devices)
         if used > limit:
-            found.append(f"stage {index} needs {bytes_text(used)} per device, but has {bytes_text(limit)}")
+            found.append(f"stage {index} needs {bytes_text(used)} per device, but has {bytes_text(max(0, limit))}")
     return found
 
 
