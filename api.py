@@ -28,6 +28,7 @@ from .compiler.memory.buffers import with_replica_memory
 from .compiler.plan.plan import Plan
 from .compiler.plan.validation import require_valid
 from .compiler.report import what_if
+from .compiler.report.completion import completed
 from .compiler.search.driver import make_plans
 from .compiler.search.local_sgd import LEAST_GAIN, chosen_delay, delay_taken, worthwhile_delay
 from .compiler.search.parallel_shape import Strategy
@@ -77,6 +78,8 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
     communication: AskedCommunication = None,
     precision: str = "model",
     constraints: Sequence[str] | str | None = None,
+    like: Plan | None = None,
+    keep: str | None = None,
     time_limit_s: float | None = None,
     top_k: int | None = None,
     cache: bool = True,
@@ -115,6 +118,9 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
     constraints     what is pinned or forbidden, in the words of docs/search.md: "stage boundary at blocks.4", "no
                     tensor parallel"
 
+    like, keep: a plan of this model whose decisions are kept, where nothing else is asked for: all of them, or what
+    ``keep`` says ("stages 0-3", "layers blocks.*", "splits, recompute": see ``compiler.report.completion``).
+
     time_limit_s: after so many seconds, or Ctrl-C, take the best plan so far, with its gap and a note. top_k: return
     that many plans with different cuts, meshes or microbatch counts as a list, fastest first. cache: an earlier answer
     to the same question may be taken, and this one is saved ($MESHWRIGHT_CACHE_DIR, as data). workers: processes that
@@ -127,6 +133,11 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
     request = PlanRequest.of(locals(), count=1 if top_k is None else top_k)
     example = _Example(example_inputs, example_kwargs, targets, loss_fn, batch_dims)
     question = _captured(example, model, cluster, request)
+    if like is not None:
+        devices = question.cluster.num_devices
+        question = replace(question, request=completed(question.request, like, keep, question.graph, devices))
+    elif keep is not None:
+        raise ValueError(f"keep= is of a plan that like= gives, but got keep={keep!r} alone; pass like= too")
 
     def search(rows: RowCache | None = None) -> list[Plan]:
         return _fastest_plans(question, progress or _no_progress, rows)

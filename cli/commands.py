@@ -100,6 +100,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="torch.optim class, used to size optimizer state (default AdamW)",
     )
+    plan.add_argument("--like", type=Path, metavar="PLAN", help="keep the decisions of this plan file")
+    plan.add_argument(
+        "--keep", metavar="PARTS", help="of --like: 'stages 0-3', 'layers blocks.*', strategy, splits, … (default: all)"
+    )
     plan.add_argument(
         "--time-limit", type=_seconds, metavar="S", help="stop after S seconds and take the best plan so far"
     )
@@ -238,6 +242,9 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.output is not None:
         _writable(arguments.output)
     picked = _picked(arguments)
+    if arguments.pareto and (arguments.like or arguments.keep):
+        raise ValueError("--like completes one plan, but got --pareto beside it; leave out one of them")
+    like = None if arguments.like is None else _load(arguments.like)
     with progress_bar() as progress, answers_only():  # targets may print what they like
         progress("importing", 0.0)
         gc.disable()  # what is imported and built stays: looking for garbage in it takes half a second
@@ -278,7 +285,8 @@ def _plan(arguments: argparse.Namespace) -> None:
         if arguments.pareto:
             plans = api.pareto(target.model, cluster, **request)
         else:
-            plans = api.plan(target.model, cluster, top_k=arguments.top_k or 1, cache=arguments.cache, **request)
+            request |= {"like": like, "keep": arguments.keep, "cache": arguments.cache}
+            plans = api.plan(target.model, cluster, top_k=arguments.top_k or 1, **request)
     plans = [replace(plan, provenance={**plan.provenance, "target": arguments.target}) for plan in plans]
     if picked < len(plans) and arguments.output is not None:
         plans[picked].save(arguments.output)
