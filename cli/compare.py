@@ -1,8 +1,9 @@
-"""``meshwright check | simulate | diff``: the rules that a plan file breaks, its price of now, and two things compared.
+"""``meshwright check | simulate | diff | export``: what is done with a plan file beside reading it.
 
 check      lists the broken rules, and prices an edited plan again
 simulate   prices the decisions of a plan with other numbers, or on another cluster
 diff       compares any two of plans, clusters and runs
+export     writes a plan as calls of PyTorch's own libraries
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def add_check(commands: Any, target_help: str, cluster_help: str) -> None:
 
 
 def add_comparisons(commands: Any, target_help: str, cluster_help: str) -> None:
-    """Add ``simulate`` and ``diff`` to the commands."""
+    """Add ``simulate``, ``export`` and ``diff`` to the commands."""
     target = f"{target_help} (default: the built-in one that was planned)"
     simulate = commands.add_parser("simulate", help="price a plan's decisions with other numbers or on another cluster")
     simulate.add_argument("plan", type=Path, metavar="PLAN")
@@ -49,6 +50,14 @@ def add_comparisons(commands: Any, target_help: str, cluster_help: str) -> None:
     simulate.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan as priced to FILE")
     simulate.add_argument("--json", action="store_true", help="print the comparison as one JSON object")
     simulate.set_defaults(run=_simulate)
+
+    export = commands.add_parser("export", help="write a plan for PyTorch's own libraries")
+    export.add_argument("plan", type=Path, metavar="PLAN")
+    export.add_argument(
+        "--torch", action="store_true", required=True, help="DTensor placements, FSDP and pipeline calls"
+    )
+    export.add_argument("-o", "--output", type=Path, metavar="FILE", help="write to FILE (default: print)")
+    export.set_defaults(run=_export)
 
     diff = commands.add_parser("diff", help="compare two plans, clusters or runs, or a plan on another cluster")
     diff.add_argument("before", metavar="A", help=f"a plan file, a run's report or its folder, {cluster_help}")
@@ -159,6 +168,21 @@ def _priced_anew(arguments: argparse.Namespace, plan: Plan, changes: Mapping[str
         if note.startswith("does not fit: "):
             print(f"note: {note}", file=sys.stderr)
     return now
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from ..compiler.report.torch_script import torch_script
+    from ..costmodel.files import write_atomically
+
+    if arguments.output is not None:
+        writable(arguments.output)
+    text = torch_script(load(arguments.plan))
+    if arguments.output is None:
+        print(text, end="")
+    else:
+        write_atomically(arguments.output, text)
+        print(f"wrote {arguments.output}", file=sys.stderr)
+    return 0
 
 
 def _diff(arguments: argparse.Namespace) -> int:
