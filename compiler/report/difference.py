@@ -352,9 +352,9 @@ def _run(document: Any) -> Mapping[str, Any]:
         return {key: value[key] for key in form if key in value} if isinstance(value, Mapping) else value
 
     lists: dict[str, Any] = {}
-    for name, form in (("terms", _TERM), ("ranks", _RANK)):
+    for name, keys in (("terms", _TERM), ("ranks", _RANK)):
         values = document.get(name)
-        lists[name] = [part(one, form) for one in values] if isinstance(values, list) else values
+        lists[name] = [part(one, keys) for one in values] if isinstance(values, list) else values
     run = {**part(document, _RUN), **lists}
     form = record({**_RUN, "terms": listed(record(_TERM)), "ranks": listed(record(_RANK))})
     if faults := shown(form("", run)):
@@ -385,7 +385,7 @@ def _of_run(run: Mapping[str, Any]) -> dict[str, dict[str, Value]]:
     for rank in run["ranks"]:
         if rank["stage"] is not None:
             name = f"stage {rank['stage']}"
-            memory[name] = max(float(rank["resident_bytes"]), memory.get(name) or 0.0)  # type: ignore[type-var]
+            memory[name] = max(float(rank["resident_bytes"]), memory.get(name) or 0.0)
     return {"step": step, "terms": terms, "memory": memory}
 
 

@@ -327,7 +327,9 @@ def _without_axis(stage: Stage, axis: int) -> Stage:
                 name: replace(
                     home,
                     compute=pair(home.compute),
-                    **{use: cut(getattr(home, use)) for use in ("stored", "gradient", "optimizer")},
+                    stored=cut(home.stored),
+                    gradient=cut(home.gradient),
+                    optimizer=cut(home.optimizer),
                 )
                 for name, home in chunk.parameters.items()
             },
