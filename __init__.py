@@ -1,7 +1,7 @@
 """meshwright: an auto-parallelization compiler for PyTorch.
 
 ``plan`` finds how to train a model on a cluster; ``parallelize`` trains by it; a ``Plan`` can be read, compared, edited
-and saved, and ``verify`` checks it without its cluster.
+and saved, ``verify`` checks it without its cluster, and ``simulate`` and ``diff`` say what another one would be.
 """
 
 from importlib import import_module
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from meshwright.compiler.plan.methods import provide as _provide
 
 if TYPE_CHECKING:
-    from meshwright.api import parallelize, pareto, plan
+    from meshwright.api import parallelize, pareto, plan, simulate
     from meshwright.compiler.errors import InfeasibleError
     from meshwright.compiler.frontend.opaque_modules import opaque
     from meshwright.compiler.plan.plan import Plan
+    from meshwright.compiler.report.difference import difference as diff
     from meshwright.compiler.verification import verify
     from meshwright.costmodel.cluster import Cluster, Mesh
     from meshwright.parallel import Parallel
@@ -22,14 +23,15 @@ if TYPE_CHECKING:
     from meshwright.runtime.profiling.cluster_profile import profile
 
 __all__ = [
-    "Cluster", "InfeasibleError", "Mesh", "MetricsLogger", "Parallel", "Plan", "distributed_loader", "opaque",
-    "parallelize", "pareto", "plan", "profile", "verify",
+    "Cluster", "InfeasibleError", "Mesh", "MetricsLogger", "Parallel", "Plan", "diff", "distributed_loader", "opaque",
+    "parallelize", "pareto", "plan", "profile", "simulate", "verify",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
 # what lies above a plan gives it some of its methods
 _provide(
     explain="meshwright.compiler.report.explain:explain",
+    simulate="meshwright.compiler.report.what_if:simulate",
     why="meshwright.compiler.report.why:why",
     check="meshwright.compiler.plan.validation:validate",
     not_executable="meshwright.compiler.plan.validation:runtime_faults",
@@ -47,21 +49,24 @@ _HOMES = {
     "MetricsLogger": "runtime.metrics",
     "Parallel": "parallel",
     "Plan": "compiler.plan.plan",
+    "diff": "compiler.report.difference",
     "distributed_loader": "runtime.data_loading",
     "opaque": "compiler.frontend.opaque_modules",
     "parallelize": "api",
     "pareto": "api",
     "plan": "api",
     "profile": "runtime.profiling.cluster_profile",
+    "simulate": "api",
     "verify": "compiler.verification",
 }
+_CALLED = {"diff": "difference"}  # in their modules
 
 
 def __getattr__(name: str) -> Any:
     """Public names are imported at first use, so that ``meshwright --help`` does not wait for torch (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"meshwright.{_HOMES[name]}"), name)
+    return getattr(import_module(f"meshwright.{_HOMES[name]}"), _CALLED.get(name, name))
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""The public functions ``plan``, ``pareto`` and ``parallelize``.
+"""The public functions ``plan``, ``pareto``, ``simulate`` and ``parallelize``.
 
 This is the only place that joins capture, search and runtime. The public functions come first; below them, capturing
 and searching for a request, and the planners from which a ``Parallel`` gets its plan.
@@ -27,6 +27,8 @@ from .compiler.ir.graph import Graph
 from .compiler.memory.buffers import with_replica_memory
 from .compiler.plan.plan import Plan
 from .compiler.plan.validation import require_valid
+from .compiler.report import what_if
+from .compiler.report.completion import completed
 from .compiler.search.driver import make_plans
 from .compiler.search.local_sgd import LEAST_GAIN, chosen_delay, delay_taken, worthwhile_delay
 from .compiler.search.parallel_shape import Strategy
@@ -41,7 +43,7 @@ if TYPE_CHECKING:  # planning starts a second sooner without the runtime and tor
     from .parallel import OptimizerFactory, Parallel
     from .runtime.parameters.state import Init
 
-__all__ = ["parallelize", "pareto", "plan"]
+__all__ = ["parallelize", "pareto", "plan", "simulate"]
 
 Progress = Callable[[str, float], None]
 
@@ -76,6 +78,8 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
     communication: AskedCommunication = None,
     precision: str = "model",
     constraints: Sequence[str] | str | None = None,
+    like: Plan | None = None,
+    keep: str | None = None,
     time_limit_s: float | None = None,
     top_k: int | None = None,
     cache: bool = True,
@@ -114,6 +118,9 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
     constraints     what is pinned or forbidden, in the words of docs/search.md: "stage boundary at blocks.4", "no
                     tensor parallel"
 
+    like, keep: a plan of this model whose decisions are kept, where nothing else is asked for: all of them, or what
+    ``keep`` says ("stages 0-3", "layers blocks.*", "splits, recompute": see ``compiler.report.completion``).
+
     time_limit_s: after so many seconds, or Ctrl-C, take the best plan so far, with its gap and a note. top_k: return
     that many plans with different cuts, meshes or microbatch counts as a list, fastest first. cache: an earlier answer
     to the same question may be taken, and this one is saved ($MESHWRIGHT_CACHE_DIR, as data). workers: processes that
@@ -126,6 +133,11 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
     request = PlanRequest.of(locals(), count=1 if top_k is None else top_k)
     example = _Example(example_inputs, example_kwargs, targets, loss_fn, batch_dims)
     question = _captured(example, model, cluster, request)
+    if like is not None:
+        devices = question.cluster.num_devices
+        question = replace(question, request=completed(question.request, like, keep, question.graph, devices))
+    elif keep is not None:
+        raise ValueError(f"keep= is of a plan that like= gives, but got keep={keep!r} alone; pass like= too")
 
     def search(rows: RowCache | None = None) -> list[Plan]:
         return _fastest_plans(question, progress or _no_progress, rows)
@@ -134,6 +146,7 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
         plans = cached_plans(question.graph, question.cluster, question.request, search, question.capture_s)
     else:
         plans = search()
+    plans = [plan.sealed() for plan in plans]
     return plans[0] if top_k is None else plans
 
 
@@ -179,7 +192,33 @@ def pareto(
         )
 
     fronts = search_all(front_of, question.graph, question.request)
-    return pareto_front([plan for front in fronts for plan in front])[:points]
+    return [plan.sealed() for plan in pareto_front([plan for front in fronts for plan in front])[:points]]
+
+
+def simulate(
+    plan: Plan,
+    model: nn.Module | None = None,
+    *,
+    example_inputs: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    targets: tuple[Any, ...] = (),
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    cluster: Cluster | str | None = None,
+    changes: Mapping[str, Any] | Sequence[str] | None = None,
+) -> Plan:
+    """The plan's decisions with other numbers, or on another cluster, at the price of now. Nothing is searched.
+
+    model, with the inputs of ``plan``: what the plan is for; not needed in the process that made the plan. changes:
+    ``{"microbatches": 32, "network": "4x"}`` or ``["hosts=-2"]``, in the words of docs/how-to.md. The plan that comes
+    back has a bound only if nothing changed, and a note for every stage that does not fit.
+
+    Raises ValueError for an unknown change, for another model, and where the decisions cannot be kept.
+    """
+    graph = None
+    if model is not None:
+        args, kwargs = call_arguments(model, tuple(example_inputs), example_kwargs or {})
+        graph = capture(model, args, kwargs, tuple(targets), loss_fn)
+    return what_if.simulate(plan, graph, Cluster.parse(cluster) if isinstance(cluster, str) else cluster, changes)
 
 
 def parallelize(
@@ -364,6 +403,11 @@ class _ReplicaRequest:
         """The plan with the memory that such replicas take, and their delay. Raises InfeasibleError if a delay or
         period that was asked for does not fit."""
         graph = in_precision(graph, plan.precision)
+        edited = plan.price_state == "edited"
+        priced, steps = self._with_memory(plan, graph)
+        return (priced if edited else priced.sealed()), steps
+
+    def _with_memory(self, plan: Plan, graph: Graph) -> tuple[Plan, int]:
         if not self.automatic_delay:
             return with_replica_memory(plan, graph, self.delay, self.period, self.outer), self.delay
         delay = chosen_delay(plan, graph)
@@ -436,7 +480,8 @@ class _GivenPlan(_RequestedPlan):
     ) -> tuple[Plan, int]:
         """The given plan."""
         require_valid(self.given, graph, self.cluster, runnable=True)
-        return self.replicas.applied_to(self.given, graph)
+        noted = self.given.noted(*filter(None, (self.given.price_note,)))
+        return self.replicas.applied_to(noted, graph)
 
 
 def _check_beside_plan(plan: Plan, request: PlanRequest) -> None:

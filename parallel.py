@@ -212,8 +212,9 @@ class Parallel:
 
         document, delay = broadcast_from_rank0(decide)
         decided = Plan.from_json(document)
-        if dist.get_rank() == 0 and (idle := idle_text(decided)):
-            print(f"meshwright: {idle}", file=sys.stderr, flush=True)
+        if dist.get_rank() == 0:
+            for said in filter(None, (decided.price_note, idle_text(decided))):
+                print(f"meshwright: {said}", file=sys.stderr, flush=True)
         if decided.num_devices != dist.get_world_size():
             raise ValueError(
                 f"a plan runs on as many ranks as its cluster has devices, but got a plan for {decided.num_devices} "

@@ -1,5 +1,6 @@
 """The command line: one module per group of commands."""
 
-from .commands import BAD_INPUT, INFEASIBLE, main
+from .commands import INFEASIBLE, main
+from .inputs import BAD_INPUT
 
 __all__ = ["BAD_INPUT", "INFEASIBLE", "main"]

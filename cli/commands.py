@@ -1,4 +1,4 @@
-"""The command line: ``meshwright demo | plan | show | why | check | verify | models | profile | diff``.
+"""The command line: ``meshwright demo | plan | show | why | check | verify | simulate | diff | export | …``.
 
 Answers go to stdout, everything else (progress, notes, errors) to stderr. An error is one line. Exit status: 0 done,
 1 a fault of meshwright itself (``MESHWRIGHT_DEBUG=1`` shows where), 2 bad input, 3 no plan fits, 130 interrupted.
@@ -13,21 +13,26 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
+from .compare import add_check, add_comparisons
+from .inputs import BAD_INPUT, built_in_target
+from .inputs import captured as _captured
+from .inputs import cluster as _cluster
+from .inputs import fail as _fail
+from .inputs import load as _load
+from .inputs import positive as _positive
+from .inputs import seconds as _seconds
+from .inputs import writable as _writable
 from .picture import add_picture_options, asks_for_pictures, write_pictures
 from .terminal import answers_only, progress_bar, width
 
-if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
-    from ..compiler.ir.graph import Graph
-    from ..compiler.plan.plan import Plan
-    from ..costmodel.cluster import Cluster
-
 __all__ = ["main"]
 
-BAD_INPUT, INFEASIBLE, INTERRUPTED = 2, 3, 130
+INFEASIBLE, INTERRUPTED = 3, 130
 MAX_WORKERS = 2  # processes that plan, where there are so many cores
 
 
@@ -59,13 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if argv is not None:  # else the process ends here
             gc.enable()
-
-
-def _fail(message: str, status: int) -> int:
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    text = " ".join(lines) if sum(map(len, lines)) < 2000 else lines[0]
-    print(f"meshwright: {text}", file=sys.stderr)
-    return status
 
 
 class _Parser(argparse.ArgumentParser):
@@ -103,6 +101,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="torch.optim class, used to size optimizer state (default AdamW)",
     )
+    plan.add_argument("--like", type=Path, metavar="PLAN", help="keep the decisions of this plan file")
+    plan.add_argument(
+        "--keep", metavar="PARTS", help="of --like: 'stages 0-3', 'layers blocks.*', strategy, splits, … (default: all)"
+    )
     plan.add_argument(
         "--time-limit", type=_seconds, metavar="S", help="stop after S seconds and take the best plan so far"
     )
@@ -114,8 +116,14 @@ def _parser() -> argparse.ArgumentParser:
         "--top-k", type=_positive, metavar="K", help="the K best plans that differ in stages, meshes or microbatches"
     )
     several.add_argument("--pareto", action="store_true", help="the Pareto front of step time and peak memory")
-    plan.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan (the fastest) to FILE")
-    plan.add_argument("--html", type=Path, metavar="FILE", help="write the picture of the plan (the fastest) to FILE")
+    plan.add_argument(
+        "--pick",
+        type=int,
+        metavar="N",
+        help="the row of --top-k or --pareto that -o and --html write (default 0, the fastest)",
+    )
+    plan.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan to FILE")
+    plan.add_argument("--html", type=Path, metavar="FILE", help="write the picture of the plan to FILE")
     plan.add_argument("--json", action="store_true", help="print one JSON object with the figures, or a list of them")
     plan.set_defaults(run=_plan)
 
@@ -130,14 +138,10 @@ def _parser() -> argparse.ArgumentParser:
     why.add_argument(
         "name", metavar="NAME", help="a name that `show` prints: blocks.0.feed_forward, head.weight, linear_4"
     )
-    why.add_argument("--target", required=True, metavar="TARGET", help=target_help)
+    why.add_argument("--target", metavar="TARGET", help=f"{target_help} (default: the built-in one that was planned)")
     why.set_defaults(run=_why)
 
-    check = commands.add_parser("check", help="list the faults of a plan file, by itself or for a model and a cluster")
-    check.add_argument("plan", type=Path, metavar="PLAN")
-    check.add_argument("--target", metavar="TARGET", help=target_help)
-    check.add_argument("--cluster", metavar="CLUSTER", help=cluster_help)
-    check.set_defaults(run=_check)
+    add_check(commands, target_help, cluster_help)
 
     verify = commands.add_parser(
         "verify", help="check numerically, without the cluster, that a plan computes what one device does"
@@ -172,10 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     profile.set_defaults(run=_profile)
 
-    diff = commands.add_parser("diff", help="list the differences between two clusters")
-    diff.add_argument("before", metavar="A", help=cluster_help)
-    diff.add_argument("after", metavar="B", help=cluster_help)
-    diff.set_defaults(run=_diff)
+    add_comparisons(commands, target_help, cluster_help)
 
     models = commands.add_parser("models", help="list the built-in targets")
     models.set_defaults(run=_models)
@@ -232,22 +233,6 @@ def _communication(text: str) -> str | dict[str, str]:
     return {**({"gradients": gradients} if gradients else {}), **codes} if codes else text
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a whole number of 1 or more, but got {text!r}")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"a positive number of seconds, but got {text!r}")
-    return value
-
-
 # ---- commands
 
 
@@ -262,6 +247,10 @@ def _demo(arguments: argparse.Namespace) -> None:
 def _plan(arguments: argparse.Namespace) -> None:
     for path in filter(None, (arguments.output, arguments.html)):
         _writable(path)
+    picked = _picked(arguments)
+    if arguments.pareto and (arguments.like or arguments.keep):
+        raise ValueError("--like completes one plan, but got --pareto beside it; leave out one of them")
+    like = None if arguments.like is None else _load(arguments.like)
     with progress_bar() as progress, answers_only():  # targets may print what they like
         progress("importing", 0.0)
         gc.disable()  # what is imported and built stays: looking for garbage in it takes half a second
@@ -302,13 +291,17 @@ def _plan(arguments: argparse.Namespace) -> None:
         if arguments.pareto:
             plans = api.pareto(target.model, cluster, **request)
         else:
-            plans = api.plan(target.model, cluster, top_k=arguments.top_k or 1, cache=arguments.cache, **request)
-    if arguments.output is not None:
-        plans[0].save(arguments.output)
-        print(f"wrote {arguments.output}", file=sys.stderr)
-    if arguments.html is not None:
-        plans[0].to_html(arguments.html, others=plans[1:])
-        print(f"wrote {arguments.html}", file=sys.stderr)
+            request |= {"like": like, "keep": arguments.keep, "cache": arguments.cache}
+            plans = api.plan(target.model, cluster, top_k=arguments.top_k or 1, **request)
+    plans = [replace(plan, provenance={**plan.provenance, "target": arguments.target}) for plan in plans]
+    if picked < len(plans):
+        chosen, row = plans[picked], f", row {picked}" if several else ""
+        if arguments.output is not None:
+            chosen.save(arguments.output)
+            print(f"wrote {arguments.output}{row}", file=sys.stderr)
+        if arguments.html is not None:
+            chosen.to_html(arguments.html, others=[plan for plan in plans if plan is not chosen])
+            print(f"wrote {arguments.html}{row}", file=sys.stderr)
     if arguments.json:
         figures = [summary_json(plan) for plan in plans]
         print(json.dumps(figures if several else figures[0]))
@@ -316,12 +309,30 @@ def _plan(arguments: argparse.Namespace) -> None:
         print(compared(plans, width()))
     else:
         print(plans[0].explain(width=width()))
+    if picked >= len(plans):
+        raise ValueError(f"--pick is a row of the table, 0 to {len(plans) - 1}, but got {picked}; nothing was written")
+
+
+def _picked(arguments: argparse.Namespace) -> int:
+    """The row that is written; ValueError if there cannot be such a row."""
+    if arguments.pick is None:
+        return 0
+    if not (arguments.pareto or arguments.top_k) or arguments.output is None:
+        raise ValueError("--pick is of a row that --top-k or --pareto finds and -o writes, but got neither; add them")
+    if arguments.pick < 0 or (arguments.top_k and arguments.pick >= arguments.top_k):
+        most = f"to {arguments.top_k - 1}" if arguments.top_k else "or more"
+        raise ValueError(f"--pick is the number of a row, 0 {most}, but got {arguments.pick}; choose one of these")
+    return int(arguments.pick)
 
 
 def _show(arguments: argparse.Namespace) -> None:
+    from ..compiler.plan.validation import require_valid
     from ..compiler.report.explain import summary_json
 
     plan = _load(arguments.plan)
+    require_valid(plan)
+    if plan.price_state == "edited":
+        print(f"note: {plan.price_note}; meshwright check --write prices it again", file=sys.stderr)
     if asks_for_pictures(arguments):
         for path in filter(None, (arguments.html, arguments.trace)):
             _writable(path)
@@ -332,33 +343,17 @@ def _show(arguments: argparse.Namespace) -> None:
 
 
 def _why(arguments: argparse.Namespace) -> None:
+    from ..compiler.plan.validation import require_valid
+
     plan = _load(arguments.plan)
+    target = built_in_target(plan, arguments.target)
+    if target is None:
+        raise ValueError("why asks the model, but got no --target, and the plan names no built-in one; pass it")
     with progress_bar() as progress, answers_only():
-        answer = plan.why(arguments.name, _captured(arguments.target, progress))
+        graph = _captured(target, progress)
+        require_valid(plan, graph)
+        answer = plan.why(arguments.name, graph)
     print(answer)
-
-
-def _check(arguments: argparse.Namespace) -> int:
-    from ..compiler.plan.validation import validate
-
-    plan = _load(arguments.plan)
-    graph = cluster = None
-    with progress_bar() as progress, answers_only():
-        if arguments.cluster is not None:
-            cluster = _cluster(arguments.cluster)
-        if arguments.target is not None:
-            graph = _captured(arguments.target, progress)
-        progress("check", 0.0)
-        faults = validate(plan, graph, cluster)
-    for fault in faults:
-        print(fault)
-    if faults:
-        return _fail(
-            f"{arguments.plan} no longer holds: {len(faults)} fault{'s' if len(faults) > 1 else ''}", BAD_INPUT
-        )
-    tested = ["by itself", *(["for the model"] if graph else []), *(["for the cluster"] if cluster else [])]
-    print(f"{arguments.plan} holds {' and '.join(tested)}")
-    return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -390,12 +385,6 @@ def _profile(arguments: argparse.Namespace) -> int:
     return run(options, arguments.ranks)
 
 
-def _diff(arguments: argparse.Namespace) -> None:
-    from ..costmodel.comparison import compare
-
-    print(compare(_cluster(arguments.before), _cluster(arguments.after)))
-
-
 def _models(_: argparse.Namespace) -> None:
     from ..models import names
 
@@ -403,40 +392,3 @@ def _models(_: argparse.Namespace) -> None:
     width = max(map(len, listed))
     for name, description in listed.items():
         print(f"{name.ljust(width)}  {description}")
-
-
-# ---- inputs
-
-
-def _load(path: Path) -> Plan:
-    from ..compiler.plan.plan import Plan
-
-    return Plan.load(path)
-
-
-def _captured(target: str, progress: Callable[[str, float], None]) -> Graph:
-    from ..compiler.frontend.capture import capture
-    from .targets import build_target
-
-    progress("building", 0.0)
-    built = build_target(target)
-    progress("capture", 0.0)
-    return capture(built.model, built.args, built.kwargs)
-
-
-def _cluster(text: str) -> Cluster:
-    from ..costmodel.cluster import Cluster
-
-    cluster = Cluster.parse(text)
-    for line in cluster.validate():
-        print(f"note: {line}", file=sys.stderr)
-    return cluster
-
-
-def _writable(path: Path) -> None:
-    """ValueError unless a file can be written there: said before the work, not after it."""
-    folder = path.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(
-            f"an output is a file in a folder that can be written to, but got {str(path)!r}; choose another"
-        )

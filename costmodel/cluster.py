@@ -33,8 +33,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from .cluster_form import cluster_faults
 from .curves import Curve, curve_from, surface_from
 from .files import parse_document, read_document, write_atomically
+from .forms import shown
 from .hardware import LINK_KINDS, Device, HashedOnce, Host, Link, device_of, link_behind, link_of, positive
 from .measured import CodingRate, CollectiveMeasurement, OpTime, OptimizerRate, Piece
 from .presets import DEFAULT_HOSTS, LOOPBACK, NETWORKS, PRESETS
@@ -107,8 +109,11 @@ class Cluster(HashedOnce):
 
     @staticmethod
     def preset(name: str, hosts: int | None = None) -> Cluster:
-        """Known hardware with data-sheet constants (``presets.PRESETS``), ``hosts`` of it (default 1); ValueError lists
-        the known names."""
+        """Known hardware with data-sheet constants (``presets.PRESETS``), ``hosts`` of it (default 1; ``"name:2"`` says
+        it too); ValueError lists the known names."""
+        if hosts is None and ":" in name:
+            name, _, count_text = name.partition(":")
+            hosts = _count(name, count_text)
         sheet = PRESETS.get(name)
         if sheet is None:
             raise ValueError(
@@ -139,10 +144,8 @@ class Cluster(HashedOnce):
 
     @staticmethod
     def _parse_one(text: str) -> Cluster:
-        name, _, count = text.partition(":")
-        if count and not count.isdecimal():
-            raise ValueError(f"a preset is followed by ':' and a whole number, but got {text!r}; write {name}:2, say")
-        number = int(count) if count else None
+        name, colon, count = text.partition(":")
+        number = _count(name, count) if colon else None
         return Cluster.local(number) if name == "local" else Cluster.preset(name, number)
 
     def over(self, network: str) -> Cluster:
@@ -307,6 +310,8 @@ class Cluster(HashedOnce):
         """The inverse of ``to_json``; ValueError on a corrupt, foreign or outdated document and on impossible values,
         naming the entry."""
         data = parse_document(text, "cluster", FORMAT, READABLE, "save it again")
+        if faults := shown(cluster_faults(data)):
+            raise ValueError(f"a cluster document has the form that Cluster.to_json writes, but {faults}; correct it")
         try:
             hosts: list[Host] = []
             for entry in data["hosts"]:
@@ -344,6 +349,14 @@ class Cluster(HashedOnce):
             return cluster
 
         return read_document(path, sound)
+
+
+def _count(name: str, text: str) -> int:
+    """The number behind the colon of ``name:text``."""
+    if not text.isdecimal():
+        written = f"{name}:{text}"
+        raise ValueError(f"a preset is followed by ':' and a whole number, but got {written!r}; write {name}:2, say")
+    return int(text)
 
 
 def _local(table: MachineTable, ranks: int, slowdown: float) -> Cluster:

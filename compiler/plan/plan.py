@@ -2,7 +2,7 @@
 
 Grammar::
 
-    plan      ::= header stage+ transfer* prediction provenance
+    plan      ::= header stage+ transfer* prediction provenance seal
     header    ::= version, model fingerprint, cluster (whole description), global_batch, microbatches, schedule,
                   optimizer, precision ("model": the model's own dtypes), codecs of activations between stages and of
                   weights that are stored in blocks (none at all: as they are), outline of the model (none at all: not
@@ -33,8 +33,10 @@ from typing import Any
 
 from ...costmodel.cluster import Cluster
 from ...costmodel.files import read_document, write_atomically
+from ...costmodel.forms import shown
 from ..ir.graph import Graph
 from ..ir.spec import Pair, Spec, parse_pair, parse_spec, spec_text
+from .document import Seal, document_faults, sealed
 from .methods import method
 
 __all__ = [
@@ -325,6 +327,8 @@ class Plan:
     codes: Mapping[str, str] = field(default_factory=dict)
     #: the modules, shapes and messages of the model under these decisions (``report.outline``); a saved plan has it
     outline: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    #: made when the plan was priced, see ``document``; None: it is new, and its prices are its own
+    seal: Seal | None = field(default=None, compare=False, repr=False)
     #: the captured model, only in the process that made the plan
     graph: Graph | None = field(default=None, compare=False, repr=False)
 
@@ -357,6 +361,28 @@ class Plan:
         if not new:
             return self
         return replace(self, prediction=replace(self.prediction, notes=(*self.prediction.notes, *new)))
+
+    @cached_property
+    def price_state(self) -> str:
+        """Whether the prices are of these decisions: "current"; "edited" (they are of another plan, or somebody wrote
+        them); "unknown" for a document without a seal."""
+        if self.seal is None:
+            return "current"
+        now = sealed(self._to_json(), self.seal.known)
+        return "edited" if now != self.seal else "current" if now.known else "unknown"
+
+    @property
+    def price_note(self) -> str:
+        """One sentence on the prices, "" where they are current."""
+        return {
+            "current": "",
+            "edited": "edited: prices are of another plan",
+            "unknown": "whether the prices are of these decisions is unknown: the document is older than its seal",
+        }[self.price_state]
+
+    def sealed(self) -> Plan:
+        """The plan with the seal of its decisions and prices as they are now: for who has just priced it."""
+        return replace(self, seal=sealed(self._to_json()))
 
     def code(self, what: str) -> str:
         """The codec of "activations" or "weights"; "none" if they travel as they are."""
@@ -427,10 +453,25 @@ class Plan:
         text: str = method("notebook_html")(self)
         return text
 
+    def simulate(
+        self,
+        graph: Graph | None = None,
+        cluster: Cluster | None = None,
+        changes: Mapping[str, Any] | Sequence[str] | None = None,
+    ) -> Plan:
+        """The same decisions with other numbers, or on another cluster, at the price of now; the code and the words of
+        changes are in ``compiler.report.what_if``."""
+        priced: Plan = method("simulate")(self, graph, cluster, changes)
+        return priced
+
     # ---- the document
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values, in the order of the grammar."""
+        """Plain JSON values, in the order of the grammar, sealed."""
+        document = self._to_json()
+        return {**document, "seal": asdict(self.seal or sealed(document))}
+
+    def _to_json(self) -> dict[str, Any]:
         return {
             "version": self.version,
             "model": self.model,
@@ -463,18 +504,24 @@ class Plan:
         if data["version"] == 1:
             data = upgraded(data)
         data = {"codes": {}, "outline": {}, **data}  # younger than version 2
-        missing = [f.name for f in fields(cls) if f.name not in data and f.name != "graph"]
+        missing = [f.name for f in fields(cls) if f.name not in data and f.name not in ("graph", "seal")]
         if missing:
-            raise ValueError(f"the plan lacks {', '.join(map(repr, missing))}; it is truncated or was edited badly")
+            raise ValueError(f"the plan {shown(document_faults(data))}; it is truncated or was edited badly")
+        if faults := shown(document_faults(data)):
+            raise ValueError(f"the plan does not follow the format: {faults}; correct it")
+        try:
+            Cluster.from_json(json.dumps(data["cluster"]))
+        except ValueError as error:
+            raise ValueError(f"the plan does not follow the format: {error}") from error
         try:
             prediction = dict(data["prediction"])
             prediction["stages"] = tuple(
                 StagePrediction(**{**stage, "chunk_s": tuple(map(tuple, stage.get("chunk_s", ())))})
                 for stage in prediction["stages"]
             )
-            prediction["alternatives"] = tuple(prediction["alternatives"])
-            prediction["notes"] = tuple(prediction["notes"])
-            return cls(
+            prediction["alternatives"] = tuple(prediction.get("alternatives", ()))
+            prediction["notes"] = tuple(prediction.get("notes", ()))
+            plan = cls(
                 model=str(data["model"]),
                 model_ops=dict(data["model_ops"]),
                 cluster=dict(data["cluster"]),
@@ -490,9 +537,11 @@ class Plan:
                 precision=str(data["precision"]),
                 codes={str(what): str(code) for what, code in dict(data["codes"]).items()},
                 outline=dict(data["outline"]),
+                seal=Seal(**data["seal"]) if "seal" in data else None,
             )
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise ValueError(f"the plan does not follow the format: {type(error).__name__}: {error}") from error
+        return plan if plan.seal else replace(plan, seal=sealed(plan._to_json(), known=False))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the document, with the outline of the model where the plan knows the model; the file appears whole or

@@ -26,7 +26,7 @@ from ...costmodel.codecs import CODECS
 from ...costmodel.collectives import REDUCTIONS
 from ..frontend.mixed_precision import in_precision
 from ..ir.graph import Graph, op_name
-from ..pipeline.families import PIPEDREAM, lag_steps, stashed_versions
+from ..pipeline.families import PIPEDREAM, lag_steps, stashed_versions, virtual_order
 from ..rules import pairs_choice
 from .plan import RECOMPUTE_MODES, Chunk, Plan, Stage, Transfer
 from .tensor_codecs import carrier_faults
@@ -100,7 +100,15 @@ def _document_faults(plan: Plan) -> Iterator[str]:
     yield from carrier_faults(plan.codes)
     if plan.microbatches < 1 or plan.global_batch % plan.microbatches:
         yield f"global_batch {plan.global_batch} is not divisible by microbatches {plan.microbatches}"
+    yield from _layer_faults(plan)
+    if len(plan.prediction.stages) != len(plan.stages):
+        yield f"the prediction has {len(plan.prediction.stages)} stages, the plan {len(plan.stages)}"
     stage_of: dict[int, int] = {}
+    for index, (stage, predicted) in enumerate(zip(plan.stages, plan.prediction.stages)):
+        if len(predicted.chunk_s) not in ((0, 1) if len(stage.chunks) == 1 else (len(stage.chunks),)):
+            yield f"stage {index}: the prediction has {len(predicted.chunk_s)} chunks, the stage {len(stage.chunks)}"
+        if "framework" not in predicted.memory_bytes:
+            yield f"stage {index}: the prediction's memory_bytes lack 'framework'"
     for index, stage in enumerate(plan.stages):
         for fault in _stage_faults(stage):
             yield f"stage {index}: {fault}"
@@ -114,9 +122,36 @@ def _document_faults(plan: Plan) -> Iterator[str]:
         yield from _transfer_faults(transfer, plan.stages)
 
 
+def _layer_faults(plan: Plan) -> Iterator[str]:
+    """Chunks that do not follow each other as the schedule has them, or leave layers out."""
+    if not plan.stages or not all(stage.chunks for stage in plan.stages):
+        yield "a plan has stages of one chunk or more each"
+        return
+    counts = {len(stage.chunks) for stage in plan.stages}
+    if len(counts) > 1:
+        yield f"stages have equally many chunks, but got {', '.join(map(str, sorted(counts)))}"
+        return
+    try:
+        order = virtual_order(plan.schedule, len(plan.stages), plan.num_chunks)
+    except ValueError as error:
+        yield str(error)
+        return
+    end = 0
+    for stage, chunk in order:
+        first, last = plan.stages[stage].chunks[chunk].layers
+        if first != end or last <= first:
+            yield f"stage {stage}, chunk {chunk} has layers [{first}, {last}), but its layers begin at {end}"
+            return
+        end = last
+    if end != len(plan.layers):
+        yield f"the stages have layers [0, {end}), the plan names {len(plan.layers)}"
+
+
 def _stage_faults(stage: Stage) -> Iterator[str]:
     """Contradictions inside of one stage."""
     axes = len(stage.mesh_shape)
+    if list(stage.devices) != list(range(min(stage.devices, default=0), max(stage.devices, default=-1) + 1)):
+        yield f"devices are consecutive and rise, but got {list(stage.devices)}"
     if prod(stage.mesh_shape) != len(stage.devices):
         yield f"mesh shape {list(stage.mesh_shape)} is not {len(stage.devices)} devices"
     for chunk in stage.chunks:
@@ -129,6 +164,11 @@ def _stage_faults(stage: Stage) -> Iterator[str]:
         for mode in dict.fromkeys(chunk.recompute):
             if mode not in RECOMPUTE_MODES:
                 yield f"recompute {mode!r} is none of {', '.join(RECOMPUTE_MODES)}"
+        pairs = {**chunk.sources, **chunk.receives, **{n: home.compute for n, home in chunk.parameters.items()}}
+        specs = {**{name: pair.value for name, pair in pairs.items()}, **chunk.sends}
+        for name, spec in specs.items():
+            if len(spec) != axes:
+                yield f"{name} has a spec of {len(spec)} axes, the mesh has {axes}"
         for name, home in chunk.parameters.items():
             for use, spec in (("stored", home.stored), ("gradient", home.gradient), ("optimizer", home.optimizer)):
                 if len(spec) != axes:

@@ -88,6 +88,8 @@ def explain(plan: Plan, graph: Graph | None = None, width: int = 100) -> str:
     parameters.
     """
     width = max(width, 80)
+    if plan.price_state == "edited":  # its prices are of another plan, and not shown
+        return "\n\n".join("\n".join(lines) for lines in _decisions(plan, graph, width) if lines)
     simulation = simulate_plan(plan)
     sections = [
         _header(plan, simulation, width),
@@ -107,11 +109,21 @@ def explain(plan: Plan, graph: Graph | None = None, width: int = 100) -> str:
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
+def _decisions(plan: Plan, graph: Graph | None, width: int) -> list[list[str]]:
+    """The sections of an edited plan."""
+    return [
+        _header(plan, None, width),
+        _titled("Stages", _stages(plan, graph, None, width)),
+        _titled("How each layer is split", _layers(plan, graph, width)),
+        _titled("Notes", _bullets(_notes(plan, graph), width)),
+    ]
+
+
 # ---- sections
 
 
-def _header(plan: Plan, simulation: Simulation, width: int) -> list[str]:
-    prediction = plan.prediction
+def _header(plan: Plan, simulation: Simulation | None, width: int) -> list[str]:
+    """simulation: of the step; None where the prices are of another plan."""
     cluster = _cluster(plan)
     devices = " + ".join(
         f"{sum(host.num_devices for host in run)} × {name}"
@@ -119,7 +131,6 @@ def _header(plan: Plan, simulation: Simulation, width: int) -> list[str]:
     )
     passes = plan.provenance.get("passes", {})
     slow = sorted(((s, name) for name, s in passes.items() if name not in ("total", "capture")), reverse=True)[:3]
-    for_shape = " for the given parallel shape" if plan.provenance.get("strategy") else ""
     facts = [
         (
             "model",
@@ -132,17 +143,17 @@ def _header(plan: Plan, simulation: Simulation, width: int) -> list[str]:
             f"{plan.global_batch:,} = {count_text(plan.microbatches, 'microbatch')}"
             f" × {count_text(plan.microbatch_size, 'sample')}",
         ),
-        (
-            "step",
-            f"{seconds_text(prediction.step_s)} predicted:"
-            f" {rate_text(plan.global_batch / prediction.step_s)} samples/s,"
-            f" {tflops_per_device(plan):.3g} TFLOPS per device",
+        *(
+            [("prices", plan.price_note + ("; check prices it again" if simulation is None else ""))]
+            if plan.price_note
+            else []
         ),
-        ("bound", f"within {100 * prediction.bound_gap:.1f} % of the proven optimum of the cost model{for_shape}"),
+        *([] if simulation is None else _promise(plan)),
         (
             "schedule",
-            f"{_schedule_name(plan)}, {count_text(len(plan.stages), 'stage')},"
-            f" {100 * simulation.bubble_fraction:.0f} % bubble; optimizer {plan.optimizer}",
+            f"{_schedule_name(plan)}, {count_text(len(plan.stages), 'stage')}"
+            + ("" if simulation is None else f", {100 * simulation.bubble_fraction:.0f} % bubble")
+            + f"; optimizer {plan.optimizer}",
         ),
         ("recompute", recompute_words(plan)),
         ("weights", sharding_words(plan)),
@@ -158,8 +169,29 @@ def _header(plan: Plan, simulation: Simulation, width: int) -> list[str]:
     return ["Plan", *lines]
 
 
-def _stages(plan: Plan, graph: Graph | None, simulation: Simulation, width: int) -> list[str]:
+def _promise(plan: Plan) -> list[tuple[str, str]]:
+    """The step and its bound, in words."""
+    prediction = plan.prediction
+    for_shape = " for the given parallel shape" if plan.provenance.get("strategy") else ""
+    rate = rate_text(plan.global_batch / prediction.step_s) if prediction.step_s else "∞"
+    bound = (
+        f"within {100 * prediction.bound_gap:.1f} % of the proven optimum of the cost model{for_shape}"
+        if prediction.bound_s > 0
+        else "none holds: these decisions were priced, not searched for"
+    )
+    speed = f"{rate} samples/s, {tflops_per_device(plan):.3g} TFLOPS per device"
+    return [("step", f"{seconds_text(prediction.step_s)} predicted: {speed}"), ("bound", bound)]
+
+
+def _stages(plan: Plan, graph: Graph | None, simulation: Simulation | None, width: int) -> list[str]:
     cluster = _cluster(plan)
+    if simulation is None:
+        rows = [
+            [str(index), span_text(stage.devices), "×".join(map(str, stage.mesh_shape)) or "1",
+             " + ".join(_span(plan, *chunk.layers) for chunk in stage.chunks)]
+            for index, stage in enumerate(plan.stages)
+        ]  # fmt: skip
+        return table(["", "devices", "mesh", "layers"], rows, "<<<<", width, shrink=3)
     head = ["", "devices", "mesh", "layers", "forward", "backward", "busy", "memory per device"]
     rows = []
     for index, (stage, predicted) in enumerate(zip(plan.stages, plan.prediction.stages)):
@@ -439,11 +471,13 @@ def _cluster(plan: Plan) -> Cluster:
 
 
 def summary_json(plan: Plan) -> dict[str, Any]:
-    """The plan's figures as plain JSON values: seconds, bytes, fractions; lists in stage order."""
+    """The plan's figures as plain JSON values: seconds, bytes, fractions; lists in stage order. "prices" is the plan's
+    ``price_state``; where it is "edited" the figures that are prices are null."""
     passes = dict(plan.provenance.get("passes", {}))
     prediction = plan.prediction
-    return {
+    figures: dict[str, Any] = {
         "model": plan.model,
+        "prices": plan.price_state,
         "cluster": str(plan.cluster.get("name", "")),
         "num_devices": plan.num_devices,
         "global_batch": plan.global_batch,
@@ -489,6 +523,11 @@ def summary_json(plan: Plan) -> dict[str, Any]:
         "alternatives": [dict(row) for row in prediction.alternatives],
         "notes": list(prediction.notes),
     }
+    if plan.price_state != "edited":
+        return figures
+    old = dict.fromkeys(("step_s", "bound_gap", "sources", "tflops_per_device", "peak_memory_bytes", "alternatives"))
+    named = ("forward_s", "backward_s", "step_s", "seconds", "memory_bytes", "collectives")
+    return {**figures, **old, "stages": [{**stage, **dict.fromkeys(named)} for stage in figures["stages"]]}
 
 
 def tflops_per_device(plan: Plan) -> float:

@@ -129,7 +129,8 @@ def _facts(plan: Plan, simulation: Simulation) -> list[tuple[str, str]]:
 
 
 def _notes(plan: Plan) -> list[str]:
-    notes = [f"cannot be run yet: {text}" for text in plan.not_executable()]
+    notes = [plan.price_note] if plan.price_state == "edited" else []
+    notes += [f"cannot be run yet: {text}" for text in plan.not_executable()]
     notes += [f"does not hold: {text}" for text in plan.check()]
     notes += plan.prediction.notes
     if replicated_fraction(plan) >= 0.0005:

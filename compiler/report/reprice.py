@@ -7,11 +7,11 @@ edited plans and benchmarks use this; nothing is searched.
 from __future__ import annotations
 
 import json
-from collections import Counter
+import re
 from dataclasses import replace
 
 from ...costmodel.cluster import Cluster
-from ...costmodel.memory import FRAMEWORK_BYTES
+from ...costmodel.memory import FRAMEWORK_BYTES, state_tensors, usable_bytes
 from ..cost.gradient_communication import Communication
 from ..cost.gradient_reduction import lossy_notes
 from ..cost.parameter_sharding import sharding_text
@@ -25,20 +25,30 @@ from ..ir.graph import Graph, op_name, output_of
 from ..ir.spec import Pair
 from ..memory.stage import with_stage_memories
 from ..pipeline.families import in_flight_formula
+from ..pipeline.regular import in_flight_by_chunk
 from ..plan.plan import Chunk, Plan, Prediction
 from ..plan.recompute import Recompute, modes_in, recompute_of
-from ..search.predict import merge_chunks, predict
+from ..plan.validation import notes as asynchronous_notes
+from ..plan.validation import precision_notes
+from ..search.predict import merge_chunks, microbatch_flops, predict
+from ..text import bytes_text
 
-__all__ = ["pinned_section", "reprice"]
+__all__ = ["memory_faults", "pinned_section", "reprice"]
+
+#: notes that follow from decisions and prices, and are written anew
+_RENEWED = re.compile(
+    r"^memory of stage|are compressed by|stay idle$|^computed in |changes the optimisation|^irregular: |"
+    r"^does not fit: |^the search ended early|^edited: |^the state of optimizer|^whether the prices"
+)
 
 
 def reprice(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
     """``plan`` with the prediction that ``cluster`` gives for it, and that cluster in it. ``graph``: the captured
     model, at any batch extent.
 
-    The bound and the alternatives are of the search on the old prices and fall away: ``bound_s`` is the step. Raises
-    ValueError if the cluster has another number of devices than the plan, or if the plan's decisions do not fit the
-    graph (``validation.require_valid`` says more).
+    The alternatives are of the search on the old prices and fall away, and so does the bound (``bound_s`` is 0) where
+    the decisions were edited or the cluster is another one. Raises ValueError if the cluster has another number of
+    devices than the plan, or if the plan's decisions do not fit the graph (``validation.require_valid`` says more).
     """
     if cluster.num_devices != plan.num_devices:
         raise ValueError(
@@ -56,27 +66,40 @@ def reprice(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
         small, cluster, layering.needs_grad, plan.schedule, plan.microbatches, plan.optimizer, parts,
         plan.code("activations"),
     )  # fmt: skip
-    notes_kept = [
-        n for n in plan.prediction.notes if not (n.startswith("memory of stage") or " are compressed by " in n)
-    ]
+    kept = [note for note in plan.prediction.notes if not _RENEWED.search(note)]
+    anew = [*lossy_notes(plan.stages, plan.codes), *precision_notes(plan), *asynchronous_notes(plan)]
+    anew += filter(None, (state_tensors(plan.optimizer)[1],))
+    described = json.loads(cluster.to_json())
+    same = plan.seal is not None and plan.price_state == "current" and described == plan.cluster
     prediction = Prediction(
         step_s=step.step_s,
-        bound_s=step.step_s,
+        bound_s=min(plan.prediction.bound_s, step.step_s) if same else 0.0,
         stages=step.stages,
-        flops=plan.prediction.flops,
-        replicated_flops=plan.prediction.replicated_flops,
-        notes=tuple(dict.fromkeys((*lossy_notes(plan.stages, plan.codes), *notes_kept))),
+        flops=plan.microbatches * microbatch_flops(small, cluster, layering),
+        replicated_flops=plan.microbatches * sum(part.wasted_flops for part in parts),
+        notes=tuple(dict.fromkeys((*anew, *kept))),
         sources=step.sources,
     )
     provenance = {**plan.provenance, "cluster": cluster.fingerprint()}
     priced = replace(
         plan,
-        cluster=json.loads(cluster.to_json()),
+        cluster=described,
         transfers=step.transfers,
         prediction=prediction,
         provenance=provenance,
     )
-    return with_stage_memories(small, priced)
+    return with_stage_memories(small, priced).sealed()
+
+
+def memory_faults(plan: Plan) -> list[str]:
+    """A sentence for each stage that holds more than its devices have."""
+    usable, found = usable_bytes(Cluster.from_json(json.dumps(plan.cluster))), []
+    for index, (stage, predicted) in enumerate(zip(plan.stages, plan.prediction.stages)):
+        used = predicted.peak_bytes - predicted.memory_bytes["framework"]
+        limit = min(usable[device] for device in stage.devices)
+        if used > limit:
+            found.append(f"stage {index} needs {bytes_text(used)} per device, but has {bytes_text(max(0, limit))}")
+    return found
 
 
 def _stage(
@@ -86,8 +109,8 @@ def _stage(
     stage = plan.stages[index]
     codes = Communication(weights=plan.code("weights")).priced_for(graph)
     pricer = MeshPricer(cluster, stage.devices[0], stage.mesh_shape, plan.optimizer, codes, mixed=graph.mixed)
-    flight = in_flight_formula(plan.schedule, index, len(plan.stages), plan.microbatches, plan.chunks_asked)
-    flight = -(-flight // len(stage.chunks))  # of all its chunks, evenly
+    p, v = len(plan.stages), len(stage.chunks)
+    flight = in_flight_formula(plan.schedule, index, p, plan.microbatches, plan.chunks_asked) if v == 1 else 1
     parts = []
     for part in stage.chunks:
         context = StageContext(graph, layering, pricer, plan.microbatches, recompute=recompute)
@@ -95,6 +118,10 @@ def _stage(
         framework = FRAMEWORK_BYTES[cluster.device(stage.devices[0]).kind]
         chosen = [0] * len(section.names)
         parts.append(describe_stage(context, part.layers, section, chosen, flight, framework, stage.wire))
+    if v > 1:  # what is in flight of each chunk when the stage holds most
+        times = in_flight_by_chunk(plan.schedule, p, plan.microbatches, v)[index]
+        worst = times[(times @ [part.saved_bytes for part in parts]).argmax()]
+        parts = [part.with_in_flight(int(held)) for part, held in zip(parts, worst)]
     priced = merge_chunks(parts)
     return replace(priced, stage=replace(stage, wire=stage.wire or priced.stage.wire))
 
@@ -125,5 +152,9 @@ def pinned_section(part: Chunk, context: StageContext) -> Section:
         {name: [pair] for name, pair in part.receives.items()},
         {name: [Pair(spec, spec)] for name, spec in part.sends.items()},
     )
-    assert all(len(choices) == 1 for choices in section.choices), Counter(map(len, section.choices))
+    if loose := [name for name, choices in zip(section.names, section.choices) if len(choices) != 1]:
+        raise ValueError(
+            "a plan that is priced decides everything, but got one that leaves open, or decides as no rule offers it, "
+            f"{', '.join(loose[:5])}; correct the plan"
+        )
     return section

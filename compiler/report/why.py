@@ -40,6 +40,7 @@ from ..plan.plan import RECOMPUTE_MODES, ParameterSharding, Plan
 from ..plan.recompute import HEAVY_KINDS, modes_in, recompute_of
 from ..rules import MeshChoice, rule_for
 from ..text import bytes_text, seconds_text, table
+from .reprice import reprice
 
 __all__ = ["ChoiceRow", "Why", "why"]
 
@@ -76,13 +77,16 @@ class Why:
     name: str
     stage: int
     rows: tuple[ChoiceRow, ...]
+    #: True if the plan was edited since it was priced, and was priced again for this answer
+    edited: bool = False
 
     def of(self, subject: str) -> tuple[ChoiceRow, ...]:
         """The rows of one subject."""
         return tuple(row for row in self.rows if row.subject == subject)
 
     def __str__(self) -> str:
-        lines = [f"{self.name} is on stage {self.stage}"]
+        again = ["edited: prices are of another plan; priced again here"] if self.edited else []
+        lines = [*again, f"{self.name} is on stage {self.stage}"]
         for subject in dict.fromkeys(row.subject for row in self.rows):
             rows = self.of(subject)
             cells = [
@@ -117,8 +121,11 @@ def why(plan: Plan, name: str, graph: Graph, cluster: Cluster | None = None) -> 
             f"{plan.model}; pass that model"
         )
     cluster = Cluster.from_json(json.dumps(plan.cluster)) if cluster is None else cluster
+    edited = plan.price_state == "edited"
+    plan = reprice(plan, graph, cluster) if edited else plan
     graph = in_precision(graph, plan.precision)
-    return _Question(plan, graph.with_batch(plan.microbatch_size), cluster).answer(name)
+    answer = _Question(plan, graph.with_batch(plan.microbatch_size), cluster).answer(name)
+    return replace(answer, edited=edited)
 
 
 class _Question:

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
 
 from ...costmodel.memory import FRAMEWORK_BYTES, usable_bytes
-from ..cost.pricing import MeshPricer
 from ..errors import OverfullError
 from ..frontend.layers import Layering
 from ..intra_op.section import StageContext
@@ -28,8 +27,7 @@ from ..memory.stage import with_stage_memories
 from ..pipeline.families import in_flight_formula, virtual_order
 from ..plan.plan import Chunk, GradientReduction, Plan, Prediction, StagePrediction
 from ..plan.recompute import recompute_of
-from ..rules import mesh_choices
-from .predict import merge_chunks, predict
+from .predict import merge_chunks, microbatch_flops, predict
 from .state import Candidate, SearchState, StageRow, batch_bytes
 
 __all__ = [
@@ -74,7 +72,7 @@ def build_plan(
         step_s=step.step_s,
         bound_s=min(step.step_s, search.bound_s),
         stages=step.stages,
-        flops=m * _flops(search, graph),
+        flops=m * microbatch_flops(graph, cluster, layering),
         replicated_flops=m * sum(part.wasted_flops for part in parts),
         sources=step.sources,
     )
@@ -268,20 +266,6 @@ def _twin(
             return None
     names = match_names(graph, search.layering, other, first, chunk.layers[1] - chunk.layers[0])
     return None if names is None else rename_stage(part, graph, names, first, offset)
-
-
-def _flops(search: SearchState, graph: Graph) -> float:
-    """FLOPs of one microbatch, forward and backward: of each layer class once, and of floating ops."""
-    single, layering = MeshPricer(search.cluster, 0, (), search.optimizer), search.layering
-    nodes = graph.by_name()
-
-    def of(names: Iterable[str]) -> float:
-        found = [nodes[name] for name in names if op_name(nodes[name]) != "getitem"]
-        return sum(single.op(node, mesh_choices(node, ())[0], layering.needs_grad).flops for node in found)
-
-    first = {layer.class_key: layer for layer in reversed(layering.layers)}
-    by_class = {key: of(layer.ops) for key, layer in first.items()}
-    return of(layering.floating) + sum(by_class[layer.class_key] for layer in layering.layers)
 
 
 def match_names(graph: Graph, layering: Layering, first: int, other: int, num_layers: int) -> dict[str, str] | None:

@@ -9,7 +9,7 @@ tied       copies send their gradients to the owner and get the new values back
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import NamedTuple, Protocol
@@ -17,20 +17,23 @@ from typing import NamedTuple, Protocol
 from ...costmodel.cluster import Cluster, Mesh
 from ...costmodel.collectives import mesh_prices, p2p_seconds
 from ..cost.pricing import MeshPricer, gradient_type
+from ..frontend.layers import Layering
 from ..intra_op.stage import SolvedStage
-from ..ir.graph import Graph, TensorType
+from ..ir.graph import Graph, TensorType, op_name
 from ..ir.spec import Spec, local_shape, without_partials
 from ..pipeline.families import PIPEDREAM, generate
 from ..pipeline.schedule import Edge, Schedule
 from ..pipeline.simulate import Message, Simulation, message_times, simulate, simulate_steady_state
 from ..plan.plan import GradientReduction, Plan, Stage, StagePrediction, Transfer
 from ..plan.tensor_codecs import coder_seconds, wire_share
+from ..rules import mesh_choices
 
 __all__ = [
     "Holder",
     "StepPrediction",
     "loss_seconds",
     "merge_chunks",
+    "microbatch_flops",
     "plan_messages",
     "predict",
     "simulate_plan",
@@ -117,6 +120,20 @@ def _with_messages(
         seconds={**alone.seconds, "transfer": received, "sends": ahead + back, **_summed([loss, once])},
         chunk_s=tuple((f + a, b + c, w) for (f, b, w), (a, c) in zip(alone.chunk_s, posts)),
     )
+
+
+def microbatch_flops(graph: Graph, cluster: Cluster, layering: Layering) -> float:
+    """FLOPs of one microbatch, forward and backward: of each layer class once, and of floating ops. ``graph``: at the
+    microbatch's extent."""
+    single, nodes = MeshPricer(cluster, 0, (), "SGD"), graph.by_name()
+
+    def of(names: Iterable[str]) -> float:
+        found = [nodes[name] for name in names if op_name(nodes[name]) != "getitem"]
+        return sum(single.op(node, mesh_choices(node, ())[0], layering.needs_grad).flops for node in found)
+
+    first = {layer.class_key: layer for layer in reversed(layering.layers)}
+    by_class = {key: of(layer.ops) for key, layer in first.items()}
+    return of(layering.floating) + sum(by_class[layer.class_key] for layer in layering.layers)
 
 
 def merge_chunks(parts: Sequence[SolvedStage]) -> SolvedStage:

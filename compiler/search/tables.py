@@ -169,6 +169,8 @@ class SearchTables(SearchBounds):
                 elif name == "transfer_s":  # a message is before the stage that receives it
                     array = np.maximum(array - group.array("entry_s", sub, m, price), 0.0)
                 values.append(array)
+        if not pairs:
+            return None
         stacked = {name: np.stack(values) for name, values in arrays.items()}
         if not np.isfinite(stacked["pace_s"]).any():
             return None
