@@ -28,6 +28,7 @@ from .inputs import positive as _positive
 from .inputs import seconds as _seconds
 from .inputs import writable as _writable
 from .picture import add_picture_options, asks_for_pictures, write_pictures
+from .runs import add_report
 from .terminal import answers_only, progress_bar, width
 
 __all__ = ["main"]
@@ -177,6 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     profile.set_defaults(run=_profile)
 
     add_comparisons(commands, target_help, cluster_help)
+    add_report(commands)
 
     models = commands.add_parser("models", help="list the built-in targets")
     models.set_defaults(run=_models)

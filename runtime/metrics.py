@@ -38,6 +38,7 @@ import torch.distributed as dist
 
 from ..compiler.text import bytes_text, seconds_text
 from ..costmodel.cluster import Cluster
+from ..costmodel.files import write_atomically
 from .profiling.trace import peak_bytes
 
 __all__ = ["MetricsLogger", "TrainingCallback", "metrics_writers"]
@@ -124,6 +125,16 @@ class MetricsLogger:
         self._tell("on_checkpoint", record)
         self._last_s = time.perf_counter()
         return record
+
+    def report(self) -> Any:
+        """Gather the report of the run (``Parallel.report``) and write it as ``report.json`` beside the plan, for
+        ``meshwright report`` and ``diff``. Collective: the same on every rank."""
+        report = self._parallel.report()
+        if self._folder is not None and dist.get_rank() == self._rank:
+            Path(self._folder).mkdir(parents=True, exist_ok=True)
+            write_atomically(Path(self._folder) / "report.json", json.dumps(report.to_json(), indent=1) + "\n")
+            self._parallel.plan.save(Path(self._folder) / "plan.json")
+        return report
 
     def close(self) -> None:
         """End the files."""

@@ -1,8 +1,8 @@
 """The page of a plan: the data of ``picture`` put into the templates of ``page/``, as one file that needs no network.
 
-``page/page.html`` has a slot ``{{name}}`` for each of the parts. Text of a plan (names of modules, notes, a cluster's
-name) reaches the page only as JSON in a script element that is not run, with "<", ">" and "&" escaped. The scripts of
-the page set it as text, never as markup.
+``page/page.html`` has a slot ``{{name}}`` for each of the parts, and so has ``page/run.html``, the page of a run. Text of
+a plan (names of modules, notes, a cluster's name) reaches the page only as JSON in a script element that is not run,
+with "<", ">" and "&" escaped. The scripts of the page set it as text, never as markup.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..pipeline.measured import MeasuredStep
 from ..plan.plan import Plan
 from .picture import picture
 
-__all__ = ["notebook_html", "page_html", "to_html"]
+__all__ = ["filled", "notebook_html", "page_html", "to_html"]
 
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
@@ -45,17 +45,23 @@ def to_html(
 
 def page_html(document: Mapping[str, Any]) -> str:
     """The page that draws a document of ``picture``."""
+    scripts = ("words.js", "timeline.js", "model.js", "page.js")
+    return filled("page.html", html.escape(f"Plan for {document['title']}"), document, scripts)
+
+
+def filled(template: str, title: str, document: Mapping[str, Any], scripts: Sequence[str]) -> str:
+    """A template of ``page/`` with its slots filled. title: escaped; document: the data that the scripts draw."""
     parts = {
-        "title": html.escape(f"Plan for {document['title']}"),
+        "title": title,
         "style": _part("page.css"),
         "data": re.sub(
             "[<>&\u2028\u2029]", lambda found: _ESCAPES[found[0]], json.dumps(document, separators=(",", ":"))
         ),
         "charts": _part("echarts.min.js"),
         "license": html.escape(_part("echarts.LICENSE")),
-        "script": "\n".join(_part(name) for name in ("words.js", "timeline.js", "model.js", "page.js")),
+        "script": "\n".join(_part(name) for name in scripts),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _part("page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _part(template))
 
 
 def notebook_html(plan: Plan) -> str:
