@@ -45,6 +45,7 @@ from .fake_model import (
     Names,
     fake_parameters,
     model_settings,
+    no_idle_masks,
     silence_torch,
     tensor_names,
     torch_settings,
@@ -120,7 +121,7 @@ def capture(
         example = Example(model, tuple(example_inputs), kwargs, inputs.batch_dims)
         opaque, trials = Choice(example), dict[Any, Any]()
         banned: frozenset[int] | None = frozenset() if share_blocks else None
-        hide = True
+        hide, masked = True, True
         while True:
             with (
                 OpaqueModules(model, opaque, backwards, loops, extent, trials) as opaques,
@@ -139,6 +140,9 @@ def capture(
                 except Exception as error:
                     if blocks.hidden:
                         hide = False  # the error may come from tensors that were hidden: try again with all of them
+                    elif masked and "Attention mask should be of size" in str(error):
+                        masked = False  # a mask that training leaves out, of a sequence that a layer has shortened
+                        stack.enter_context(no_idle_masks())
                     elif (final := opaque.after(error, capture_error(error))) is not None:
                         raise final from error
                     written.seek(0)

@@ -27,6 +27,7 @@ __all__ = [
     "Names",
     "fake_parameters",
     "model_settings",
+    "no_idle_masks",
     "silence_torch",
     "tensor_names",
     "torch_settings",
@@ -71,8 +72,7 @@ def silence_torch() -> Iterator[io.StringIO]:
 
 @contextmanager
 def model_settings(model: nn.Module) -> Iterator[None]:
-    """Apply Hugging Face settings for a capture: no generation cache, no recompute (a plan matter), experts as one op,
-    no masks that hide nothing.
+    """Apply Hugging Face settings for a capture: no generation cache, no recompute (a plan matter), experts as one op.
 
     The whole configuration is restored afterwards, since some forwards write to it.
     """
@@ -82,11 +82,7 @@ def model_settings(model: nn.Module) -> Iterator[None]:
     configs = {id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), "__dict__")}
     saved = [(vars(config), dict(vars(config))) for config in configs.values()]
     recomputed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    masks: Any = sys.modules.get("transformers.masking_utils")
-    left_out = getattr(masks, _LEFT_OUT, None)
     try:
-        if left_out is not None:
-            setattr(masks, _LEFT_OUT, _unmasked(left_out))
         for table, before in saved:
             table.update({key: value for key, value in wanted.items() if key in before})
         for module in recomputed:
@@ -98,8 +94,21 @@ def model_settings(model: nn.Module) -> Iterator[None]:
             table.update(before)
         for module in recomputed:
             module.gradient_checkpointing = True  # type: ignore[assignment]
-        if left_out is not None:
-            setattr(masks, _LEFT_OUT, left_out)
+
+
+@contextmanager
+def no_idle_masks() -> Iterator[None]:
+    """Let transformers leave out masks that hide nothing, as it does in training."""
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    left_out = getattr(masks, _LEFT_OUT, None)
+    if left_out is None:
+        yield
+        return
+    setattr(masks, _LEFT_OUT, _unmasked(left_out))
+    try:
+        yield
+    finally:
+        setattr(masks, _LEFT_OUT, left_out)
 
 
 def _unmasked(left_out: Callable[..., bool]) -> Callable[..., bool]:

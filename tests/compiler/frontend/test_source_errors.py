@@ -100,7 +100,7 @@ def test_the_line_of_the_library_is_named_with_its_caller(
     assert advice in text
 
 
-def test_a_mask_that_hides_nothing_is_left_out_as_in_training() -> None:
+def test_a_mask_that_does_not_fit_and_hides_nothing_is_left_out_as_in_training() -> None:
     """An Informer's layer shortens the sequence, and not the mask that transformers makes for exports."""
     model, args, kwargs = _series("Informer")
     before = transformers.masking_utils._ignore_bidirectional_mask_sdpa
