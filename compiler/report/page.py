@@ -1,7 +1,7 @@
 """The page of a plan: the data of ``picture`` put into the templates of ``page/``, as one file that needs no network.
 
-``page/page.html`` has a slot ``{{name}}`` for each of the parts, and so has ``page/run.html``, the page of a run. Text of
-a plan (names of modules, notes, a cluster's name) reaches the page only as JSON in a script element that is not run,
+``page/page.html`` has a slot ``{{name}}`` for each of the parts, and so has ``page/run.html``, the page of a run. Text
+of a plan (names of modules, notes, a cluster's name) reaches the page only as JSON in a script element that is not run,
 with "<", ">" and "&" escaped. The scripts of the page set it as text, never as markup.
 """
 
