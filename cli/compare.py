@@ -205,6 +205,9 @@ def _diff(arguments: argparse.Namespace) -> int:
     after = read_side(arguments.after)
     if isinstance(after, Plan):
         require_valid(after)
+    for side in (before, after):
+        for line in side.validate() if isinstance(side, Cluster) else ():
+            print(f"note: {line}", file=sys.stderr)
     found = difference(before, after, (arguments.before, arguments.after))
     if arguments.json:
         print(json.dumps(found.to_json()))

@@ -409,12 +409,14 @@ def read_side(what: str) -> Plan | Cluster | Mapping[str, Any]:
 
 
 def _read(content: str) -> Plan | Cluster | Mapping[str, Any]:
+    if '"meshwright-cluster"' in content[:60]:  # a plan has its cluster further on
+        return Cluster.from_json(content)
     try:
         document = json.loads(content)
     except json.JSONDecodeError as error:
         raise ValueError(f"not a whole JSON document ({error}); was the file truncated?") from error
     if isinstance(document, dict) and "format" in document:
-        return Cluster.from_json(content)
+        return Cluster.from_json(content)  # another format, which it names
     if isinstance(document, dict) and isinstance(document.get("report"), dict) and "version" not in document:
         document = document["report"]  # the figures of a demo
     if isinstance(document, dict) and "terms" in document:
