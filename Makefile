@@ -19,7 +19,7 @@ TREE_PATH := $(abspath build/lint)
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test lint format bench measured zoo rules page wheel clean
+.PHONY: help venv demo test lint format bench measured zoo rules page docs wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -71,6 +71,10 @@ rules: $(READY)  ## check every sharding rule by execution; report wrong rules a
 # Needs node. What it makes is committed, so that nobody else does.
 page:  ## bundle the charts of the page of a plan, from the versions in its package-lock.json
 	cd compiler/report/page/bundle && npm ci --no-audit --no-fund && npm run --silent build
+
+docs: $(READY) $(NAMED)  ## build the documents as a site into build/site
+	$(PYTHON) -c 'import mkdocs, mkdocstrings' 2> /dev/null || $(PYTHON) -m pip install --quiet -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(TREE_PATH) COLUMNS=100 $(PYTHON) -m mkdocs build --quiet
 
 wheel: $(READY)  ## build the wheel into dist/
 	rm -rf build/lib build/bdist.*

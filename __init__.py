@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from meshwright.compiler.errors import InfeasibleError
     from meshwright.compiler.frontend.opaque_modules import opaque
     from meshwright.compiler.plan.plan import Plan
-    from meshwright.compiler.report.difference import difference as diff
+    from meshwright.compiler.report.difference import diff
     from meshwright.compiler.verification import verify
     from meshwright.costmodel.cluster import Cluster, Mesh
     from meshwright.parallel import Parallel
@@ -59,14 +59,13 @@ _HOMES = {
     "simulate": "api",
     "verify": "compiler.verification",
 }
-_CALLED = {"diff": "difference"}  # in their modules
 
 
 def __getattr__(name: str) -> Any:
     """Public names are imported at first use, so that ``meshwright --help`` does not wait for torch (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"meshwright.{_HOMES[name]}"), _CALLED.get(name, name))
+    return getattr(import_module(f"meshwright.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

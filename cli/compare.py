@@ -151,7 +151,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 def _priced_anew(arguments: argparse.Namespace, plan: Plan, changes: Mapping[str, str], title: str) -> Plan:
     """Print the comparison of a plan with itself at another price; that plan."""
-    from ..compiler.report.difference import difference
+    from ..compiler.report.difference import diff
     from ..compiler.report.what_if import simulate
 
     target = built_in_target(plan, arguments.target)
@@ -162,7 +162,7 @@ def _priced_anew(arguments: argparse.Namespace, plan: Plan, changes: Mapping[str
         graph = captured(target, progress)
         progress("simulate", 0.0)
         now = simulate(plan, graph, hardware, changes)
-    found = difference(plan, now, (str(arguments.plan if hasattr(arguments, "plan") else arguments.before), title))
+    found = diff(plan, now, (str(arguments.plan if hasattr(arguments, "plan") else arguments.before), title))
     print(json.dumps(found.to_json()) if arguments.json else found.text(width()))
     for note in now.prediction.notes:
         if note.startswith("does not fit: "):
@@ -188,7 +188,7 @@ def _export(arguments: argparse.Namespace) -> int:
 def _diff(arguments: argparse.Namespace) -> int:
     from ..compiler.plan.plan import Plan
     from ..compiler.plan.validation import require_valid
-    from ..compiler.report.difference import difference, read_side
+    from ..compiler.report.difference import diff, read_side
     from ..costmodel.cluster import Cluster
     from ..costmodel.comparison import compare
 
@@ -208,7 +208,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     for side in (before, after):
         for line in side.validate() if isinstance(side, Cluster) else ():
             print(f"note: {line}", file=sys.stderr)
-    found = difference(before, after, (arguments.before, arguments.after))
+    found = diff(before, after, (arguments.before, arguments.after))
     if arguments.json:
         print(json.dumps(found.to_json()))
     elif isinstance(before, Cluster) and isinstance(after, Cluster):

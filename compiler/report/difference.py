@@ -28,7 +28,7 @@ from ..plan.plan import Plan
 from ..text import bytes_text, rate_text, seconds_text, span_text, table, wrap_lines
 from .describe import axis_names, layer_span, recompute_words, sharding_words
 
-__all__ = ["Difference", "Row", "Section", "difference", "read_side"]
+__all__ = ["Difference", "Row", "Section", "diff", "read_side"]
 
 Value = float | str | None
 #: unit of a row → how a number of it is written
@@ -140,7 +140,7 @@ def _ratio(row: Row) -> str:
 # ---- plans
 
 
-def difference(
+def diff(
     before: Plan | Cluster | Mapping[str, Any],
     after: Plan | Cluster | Mapping[str, Any],
     names: tuple[str, str] = ("before", "after"),

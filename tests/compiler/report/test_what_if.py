@@ -10,7 +10,7 @@ from typing import Any
 import meshwright as mw
 import pytest
 import torch
-from meshwright.compiler.report.difference import difference, read_side
+from meshwright.compiler.report.difference import diff, read_side
 from meshwright.compiler.report.what_if import CHANGES, parse_changes
 from meshwright.costmodel.measured import CollectiveMeasurement, OpTime, Piece
 from meshwright.models import GPT
@@ -197,13 +197,13 @@ def test_files_of_any_kind(data: mw.Plan, tmp_path: Path) -> None:
     (tmp_path / "demo.json").write_text(json.dumps({"ranks": 2, "report": run(3.0)}))
     plan, first, second = (read_side(str(tmp_path / name)) for name in ("plan.json", "run", "demo.json"))
     assert plan == data
-    runs = difference(first, second)
+    runs = diff(first, second)
     (step,) = [row for row in runs.sections[0].rows if row.name == "step"]
     assert (runs.kind, step.before, step.after, step.ratio) == ("runs", 2.0, 3.0, 1.5)
-    assert difference(plan, second).kind == "plan and run"
-    assert difference(plan, read_side("dgx-h100:2")).kind == "clusters"
+    assert diff(plan, second).kind == "plan and run"
+    assert diff(plan, read_side("dgx-h100:2")).kind == "clusters"
     with pytest.raises(ValueError, match="a run is compared with a run or a plan"):
-        difference(first, TWO_HOSTS)
+        diff(first, TWO_HOSTS)
     (tmp_path / "demo.json").write_text(json.dumps({**run(3.0), "terms": [{"stage": -1}]}))
     with pytest.raises(ValueError, match=r"demo\.json: a run is a report .* terms\[0\] lacks 'name'"):
         read_side(str(tmp_path / "demo.json"))
