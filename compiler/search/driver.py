@@ -165,7 +165,9 @@ def search_plans(search: SearchState, top_k: int = 1) -> tuple[list[Plan], Infea
             candidates = irregular.candidates(limit_s)  # compose, stages
         search.bound_s = min(search.bound_s, irregular.bound_s)
         every, missed = _build_plans(search, candidates, top_k, tried, plans, again)
-        plans = [plan for plan in every if plan.prediction.step_s < limit_s or any(plan is one for one in plans)]
+        better = [plan for plan in every if plan.prediction.step_s < limit_s and not any(plan is one for one in plans)]
+        if better:
+            plans = sorted([*plans, *better], key=lambda plan: plan.prediction.step_s)[:top_k]
         error = missed or error
     if not plans:  # estimates may be too high
         queue = [] if is_regular_only(search) else list(irregular.above_limit())

@@ -64,6 +64,8 @@ PAIRS = [
     ("moe", "8x4090:2", {"constraints": "stages <= 2"}),
     ("moe", "8x4090:2", {"schedule": "gpipe"}),
     ("moe", "8x4090:2", {"cluster": "8x4090"}),
+    ("moe", "p3.16xlarge/3", {"regular": "only"}),
+    ("moe", "p3.16xlarge/3", {"regular": "any"}),  # faster, but by less than an irregular plan has to gain
     ("moe", "p3.16xlarge/6", {"sequence": False}),
     ("moe", "p3.16xlarge/6", {"schedule": "zb-h1", "microbatches": 8}),
     ("moe", "p3.16xlarge/6", {"cluster": "p3.16xlarge/3"}),
