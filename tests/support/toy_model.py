@@ -15,7 +15,7 @@ from meshwright.compiler.ir.graph import TensorType
 from meshwright.compiler.ir.program import ChunkProgram, Exit, Slot
 from meshwright.compiler.ir.reshard import reshard
 from meshwright.compiler.ir.spec import P, Pair, R, S
-from meshwright.compiler.plan.plan import Chunk, ParameterSharding, Plan, Prediction, Stage, Transfer
+from meshwright.compiler.plan.plan import Chunk, ParameterSharding, Plan, Prediction, Stage, StagePrediction, Transfer
 from meshwright.runtime.execution.session import Session, SessionOptions
 from meshwright.runtime.parameters.state import BufferInfo, ModelInfo, ParameterInfo
 from torch import nn
@@ -218,11 +218,13 @@ def build(
             {name: pair_of(name, modes).value for name in sent},
         )
         stages.append(Stage(devices, mesh_shape, (chunk,)))
+    priceless = StagePrediction(0.0, 0.0, 0.0, {}, {"framework": 0.0}, {})
     plan = Plan(
         "toy", {}, {"hosts": [{"num_devices": world}]}, batch, microbatches, schedule, "sgd", ("a", "b", "c", "d"),
-        tuple(stages), tuple(transfers), Prediction(0.0, 0.0, (), 0.0, 0.0),
+        tuple(stages), tuple(transfers), Prediction(0.0, 0.0, (priceless,) * len(stages), 0.0, 0.0),
     )  # fmt: skip
-    assert plan.check() == []
+    faults = plan.check()
+    assert faults == [], faults
     return plan, programs
 
 
