@@ -526,7 +526,8 @@ class _Builder:
         nbytes = np.zeros(seconds.shape)
         if copied:
             held = np.array([self.pricer.local_bytes(kind, target.value) for target in targets])
-            moves = np.array([[source.value != target.value for target in targets] for source in sources])
+            moves = np.array([[source.value != target.value for target in targets] for source in sources], dtype=bool)
+            moves = moves.reshape(seconds.shape)  # a border may have no states
             nbytes = np.where(moves & np.isfinite(seconds), held, 0.0)
         edge = Edge(
             name,

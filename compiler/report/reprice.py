@@ -77,7 +77,7 @@ def reprice(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
         stages=step.stages,
         flops=plan.microbatches * microbatch_flops(small, cluster, layering),
         replicated_flops=plan.microbatches * sum(part.wasted_flops for part in parts),
-        notes=tuple(dict.fromkeys((*anew, *kept))),
+        notes=plan.prediction.notes if same else tuple(dict.fromkeys((*anew, *kept))),
         sources=step.sources,
     )
     provenance = {**plan.provenance, "cluster": cluster.fingerprint()}
