@@ -18,15 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from . import inputs
 from .compare import add_check, add_comparisons
 from .inputs import BAD_INPUT, built_in_target
-from .inputs import captured as _captured
-from .inputs import cluster as _cluster
-from .inputs import fail as _fail
-from .inputs import load as _load
-from .inputs import positive as _positive
-from .inputs import seconds as _seconds
-from .inputs import writable as _writable
 from .picture import add_picture_options, asks_for_pictures, write_pictures
 from .runs import add_report
 from .terminal import answers_only, progress_bar, width
@@ -48,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as done:  # argparse: --help and --version with 0, usage errors with 2
         return done.code if isinstance(done.code, int) else 0
     except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
+        return inputs.fail("interrupted", INTERRUPTED)
     except BrokenPipeError:  # the reader of stdout went away, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -58,10 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from ..compiler.errors import InfeasibleError
 
         if isinstance(error, InfeasibleError):
-            return _fail(str(error), INFEASIBLE)
+            return inputs.fail(str(error), INFEASIBLE)
         if isinstance(error, ValueError | OSError):
-            return _fail(str(error), BAD_INPUT)
-        return _fail(f"{type(error).__name__}: {error} (MESHWRIGHT_DEBUG=1 shows where)", 1)
+            return inputs.fail(str(error), BAD_INPUT)
+        return inputs.fail(f"{type(error).__name__}: {error} (MESHWRIGHT_DEBUG=1 shows where)", 1)
     finally:
         if argv is not None:  # else the process ends here
             gc.enable()
@@ -84,16 +78,18 @@ def _parser() -> argparse.ArgumentParser:
     cluster_help = "preset:hosts (p3.16xlarge:8, 8x4090:2@world, dgx-h100+dgx-h200), local:ranks, or a cluster file"
 
     demo = commands.add_parser("demo", help="train a small GPT on local ranks by a plan found on the spot")
-    demo.add_argument("--ranks", type=_positive, default=4, metavar="N", help="local ranks (default 4)")
-    demo.add_argument("--steps", type=_positive, default=None, metavar="N", help="training steps")
+    demo.add_argument("--ranks", type=inputs.positive, default=4, metavar="N", help="local ranks (default 4)")
+    demo.add_argument("--steps", type=inputs.positive, default=None, metavar="N", help="training steps")
     demo.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to FILE")
     demo.set_defaults(run=_demo)
 
     plan = commands.add_parser("plan", help="find the best plan for a model on a cluster")
     plan.add_argument("target", metavar="TARGET", help=target_help)
     plan.add_argument("--cluster", required=True, metavar="CLUSTER", help=cluster_help)
-    plan.add_argument("--global-batch", type=_positive, metavar="N", help="samples per step (default: the target's)")
-    plan.add_argument("--microbatches", type=_positive, metavar="M", help="fix the number of microbatches")
+    plan.add_argument(
+        "--global-batch", type=inputs.positive, metavar="N", help="samples per step (default: the target's)"
+    )
+    plan.add_argument("--microbatches", type=inputs.positive, metavar="M", help="fix the number of microbatches")
     plan.add_argument("--strategy", metavar="SHAPE", help="fix the parallel shape: pp2,dp2,tp2, or '3:dp2 + 5:tp2'")
     _add_space(plan)
     plan.add_argument(
@@ -107,14 +103,17 @@ def _parser() -> argparse.ArgumentParser:
         "--keep", metavar="PARTS", help="of --like: 'stages 0-3', 'layers blocks.*', strategy, splits, … (default: all)"
     )
     plan.add_argument(
-        "--time-limit", type=_seconds, metavar="S", help="stop after S seconds and take the best plan so far"
+        "--time-limit", type=inputs.seconds, metavar="S", help="stop after S seconds and take the best plan so far"
     )
     plan.add_argument(
         "--no-cache", dest="cache", action="store_false", help="search again, even if the answer is cached"
     )
     several = plan.add_mutually_exclusive_group()
     several.add_argument(
-        "--top-k", type=_positive, metavar="K", help="the K best plans that differ in stages, meshes or microbatches"
+        "--top-k",
+        type=inputs.positive,
+        metavar="K",
+        help="the K best plans that differ in stages, meshes or microbatches",
     )
     several.add_argument("--pareto", action="store_true", help="the Pareto front of step time and peak memory")
     plan.add_argument(
@@ -154,14 +153,21 @@ def _parser() -> argparse.ArgumentParser:
 
     profile = commands.add_parser("profile", help="measure this machine, or every rank of a torchrun job")
     profile.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the cluster to FILE")
-    profile.add_argument("--ranks", type=_positive, metavar="N", help="local ranks (default: one per core or device)")
-    profile.add_argument("--budget", type=_seconds, default=60.0, metavar="S", help="seconds to spend (default 60)")
+    profile.add_argument(
+        "--ranks", type=inputs.positive, metavar="N", help="local ranks (default: one per core or device)"
+    )
+    profile.add_argument(
+        "--budget", type=inputs.seconds, default=60.0, metavar="S", help="seconds to spend (default 60)"
+    )
     profile.add_argument(
         "--quick", action="store_true", help="a few seconds: the profile that parallelize takes by itself"
     )
     profile.add_argument("--model", metavar="TARGET", help=f"also measure the ops of this model's plans: {target_help}")
     profile.add_argument(
-        "--global-batch", type=_positive, metavar="N", help="samples per step of the model (default: the target's)"
+        "--global-batch",
+        type=inputs.positive,
+        metavar="N",
+        help="samples per step of the model (default: the target's)",
     )
     profile.add_argument(
         "--optimizer", default="AdamW", metavar="NAME", help="torch.optim class of the model's plans (default AdamW)"
@@ -173,7 +179,11 @@ def _parser() -> argparse.ArgumentParser:
         help="start again instead of resuming an interrupted profile",
     )
     profile.add_argument(
-        "--timeout", type=_seconds, default=60.0, metavar="S", help="seconds that a rank may be silent (default 60)"
+        "--timeout",
+        type=inputs.seconds,
+        default=60.0,
+        metavar="S",
+        help="seconds that a rank may be silent (default 60)",
     )
     profile.set_defaults(run=_profile)
 
@@ -240,7 +250,7 @@ def _communication(text: str) -> str | dict[str, str]:
 
 def _demo(arguments: argparse.Namespace) -> None:
     if arguments.json is not None:
-        _writable(arguments.json)
+        inputs.writable(arguments.json)
     from . import demo
 
     demo.run(arguments.ranks, arguments.steps, arguments.json)
@@ -248,11 +258,11 @@ def _demo(arguments: argparse.Namespace) -> None:
 
 def _plan(arguments: argparse.Namespace) -> None:
     for path in filter(None, (arguments.output, arguments.html)):
-        _writable(path)
+        inputs.writable(path)
     picked = _picked(arguments)
     if arguments.pareto and (arguments.like or arguments.keep):
         raise ValueError("--like completes one plan, but got --pareto beside it; leave out one of them")
-    like = None if arguments.like is None else _load(arguments.like)
+    like = None if arguments.like is None else inputs.load(arguments.like)
     with progress_bar() as progress, answers_only():  # targets may print what they like
         progress("importing", 0.0)
         gc.disable()  # what is imported and built stays: looking for garbage in it takes half a second
@@ -261,7 +271,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         from ..compiler.workers import usable_cores
         from .targets import build_target
 
-        cluster = _cluster(arguments.cluster)
+        cluster = inputs.cluster(arguments.cluster)
         progress("building", 0.0)
         target = build_target(arguments.target)
         gc.freeze()
@@ -331,15 +341,15 @@ def _show(arguments: argparse.Namespace) -> None:
     from ..compiler.plan.validation import require_valid
     from ..compiler.report.explain import summary_json
 
-    plan = _load(arguments.plan)
+    plan = inputs.load(arguments.plan)
     require_valid(plan)
     if plan.price_state == "edited":
         print(f"note: {plan.price_note}; meshwright check --write prices it again", file=sys.stderr)
     if asks_for_pictures(arguments):
         for path in filter(None, (arguments.html, arguments.trace)):
-            _writable(path)
+            inputs.writable(path)
         with progress_bar() as progress, answers_only():
-            write_pictures(plan, arguments, _load, lambda target: _captured(target, progress))
+            write_pictures(plan, arguments, inputs.load, lambda target: inputs.captured(target, progress))
         return
     print(json.dumps(summary_json(plan)) if arguments.json else plan.explain(width=width()))
 
@@ -347,19 +357,19 @@ def _show(arguments: argparse.Namespace) -> None:
 def _why(arguments: argparse.Namespace) -> None:
     from ..compiler.plan.validation import require_valid
 
-    plan = _load(arguments.plan)
+    plan = inputs.load(arguments.plan)
     target = built_in_target(plan, arguments.target)
     if target is None:
         raise ValueError("why asks the model, but got no --target, and the plan names no built-in one; pass it")
     with progress_bar() as progress, answers_only():
-        graph = _captured(target, progress)
+        graph = inputs.captured(target, progress)
         require_valid(plan, graph)
         answer = plan.why(arguments.name, graph)
     print(answer)
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    plan = _load(arguments.plan)
+    plan = inputs.load(arguments.plan)
     with progress_bar() as progress, answers_only():
         from ..compiler import verification
         from .targets import build_target
@@ -376,7 +386,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _profile(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
-        _writable(arguments.output)
+        inputs.writable(arguments.output)
     from .profile import Options, run
 
     output = None if arguments.output is None else str(arguments.output.absolute())

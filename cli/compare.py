@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .inputs import BAD_INPUT, built_in_target, captured, cluster, fail, load, writable
+from .inputs import BAD_INPUT, built_in_target, captured, cluster, fail, load, pricing_target, writable
 from .terminal import answers_only, progress_bar, width
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _check(arguments: argparse.Namespace) -> int:
     tested = ["by itself", *(["for the model"] if graph else []), *(["for the cluster"] if hardware else [])]
     print(f"{arguments.plan} holds {' and '.join(tested)}")
     if now is None and plan.price_state != "current":
-        raise ValueError("a plan is priced by its model, but got no --target, and the plan names no built-in one")
+        pricing_target(plan, arguments.target)
     if arguments.write:
         (now or plan).save(arguments.plan)
         print(f"wrote {arguments.plan}", file=sys.stderr)
@@ -142,27 +142,27 @@ def _simulate(arguments: argparse.Namespace) -> int:
     plan = load(arguments.plan)
     words = [f"{name}={value}" for name, value in changes.items()]
     words += [f"on {arguments.cluster}"] if arguments.cluster else []
-    now = _priced_anew(arguments, plan, changes, f"{arguments.plan}: {', '.join(words) or 'as it is'}")
+    now = _priced_anew(
+        arguments, plan, str(arguments.plan), changes, f"{arguments.plan}: {', '.join(words) or 'as it is'}"
+    )
     if arguments.output is not None:
         now.save(arguments.output)
         print(f"wrote {arguments.output}", file=sys.stderr)
     return 0
 
 
-def _priced_anew(arguments: argparse.Namespace, plan: Plan, changes: Mapping[str, str], title: str) -> Plan:
-    """Print the comparison of a plan with itself at another price; that plan."""
+def _priced_anew(arguments: argparse.Namespace, plan: Plan, name: str, changes: Mapping[str, str], title: str) -> Plan:
+    """Print the comparison of a plan, by this name, with itself at another price; that plan."""
     from ..compiler.report.difference import diff
     from ..compiler.report.what_if import simulate
 
-    target = built_in_target(plan, arguments.target)
-    if target is None:
-        raise ValueError("a plan is priced by its model, but got no --target, and the plan names no built-in one")
+    target = pricing_target(plan, arguments.target)
     with progress_bar() as progress, answers_only():
         hardware = None if arguments.cluster is None else cluster(arguments.cluster)
         graph = captured(target, progress)
         progress("simulate", 0.0)
         now = simulate(plan, graph, hardware, changes)
-    found = diff(plan, now, (str(arguments.plan if hasattr(arguments, "plan") else arguments.before), title))
+    found = diff(plan, now, (name, title))
     print(json.dumps(found.to_json()) if arguments.json else found.text(width()))
     for note in now.prediction.notes:
         if note.startswith("does not fit: "):
@@ -200,7 +200,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     if arguments.cluster is not None:
         if not isinstance(before, Plan):
             raise ValueError(f"--cluster prices a plan again, but got {arguments.before!r}, which is none; pass B")
-        _priced_anew(arguments, before, {}, f"{arguments.before} on {arguments.cluster}")
+        _priced_anew(arguments, before, arguments.before, {}, f"{arguments.before} on {arguments.cluster}")
         return 0
     after = read_side(arguments.after)
     if isinstance(after, Plan):

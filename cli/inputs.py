@@ -15,7 +15,8 @@ if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
     from ..costmodel.cluster import Cluster
 
 __all__ = [
-    "BAD_INPUT", "built_in_target", "captured", "cluster", "fail", "load", "positive", "seconds", "writable",
+    "BAD_INPUT", "built_in_target", "captured", "cluster", "fail", "load", "positive", "pricing_target", "seconds",
+    "writable",
 ]  # fmt: skip
 
 BAD_INPUT = 2
@@ -82,6 +83,14 @@ def writable(path: Path) -> None:
         raise ValueError(
             f"an output is a file in a folder that can be written to, but got {str(path)!r}; choose another"
         )
+
+
+def pricing_target(plan: Plan, given: str | None) -> str:
+    """``built_in_target`` for who prices the plan; ValueError if there is none."""
+    target = built_in_target(plan, given)
+    if target is None:
+        raise ValueError("a plan is priced by its model, but got no --target, and the plan names no built-in one")
+    return target
 
 
 def built_in_target(plan: Plan, given: str | None) -> str | None:

@@ -108,10 +108,9 @@ class DistributedLoader:
             collate: Callable[[Any], Any] = common.pop("collate_fn", None) or default_collate
             stream = _Batches(self._dataset, self.batch * self._size, self._size, rows)
             return DataLoader(stream, batch_size=None, collate_fn=collate, **common)
-        order = list(range(len(self._dataset)))  # type: ignore[arg-type]
-        if self._shuffle:
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.epoch)
-            order = torch.randperm(len(order), generator=generator).tolist()
+        samples = len(self._dataset)  # type: ignore[arg-type]
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.epoch)
+        order = torch.randperm(samples, generator=generator).tolist() if self._shuffle else list(range(samples))
         starts = range(self.batch * self._size, len(self) * self._size, self._size)
         batches = [order[start : start + self._size][rows] for start in starts]
         return DataLoader(self._dataset, batch_sampler=batches, **common)

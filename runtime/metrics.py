@@ -29,6 +29,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,6 +37,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ..compiler.plan.plan import Plan
 from ..compiler.text import bytes_text, seconds_text
 from ..costmodel.cluster import Cluster
 from ..costmodel.files import write_atomically
@@ -106,25 +108,18 @@ class MetricsLogger:
         step = self._parallel.session.step
         record = None
         if step == 1 or step % self._every == 0:
-            record = {"kind": "step", "step": step, **self._measured(loss), **more}
-            self._tell("on_step", record)
+            record = self._log("on_step", "step", {**self._measured(loss), **more})
             self._seconds, self._steps = 0.0, 0
         self._last_s = time.perf_counter()
         return record
 
     def on_evaluate(self, **values: float) -> Record:
         """Log the figures of an evaluation. The time since the last step is not counted as training."""
-        record = {"kind": "evaluation", "step": self._parallel.session.step, **values}
-        self._tell("on_evaluate", record)
-        self._last_s = time.perf_counter()
-        return record
+        return self._log("on_evaluate", "evaluation", values)
 
     def on_checkpoint(self, path: str | os.PathLike[str]) -> Record:
         """Log that a checkpoint is complete. The time since the last step is not counted as training."""
-        record = {"kind": "checkpoint", "step": self._parallel.session.step, "path": os.fspath(path)}
-        self._tell("on_checkpoint", record)
-        self._last_s = time.perf_counter()
-        return record
+        return self._log("on_checkpoint", "checkpoint", {"path": os.fspath(path)})
 
     def report(self) -> Any:
         """Gather the report of the run (``Parallel.report``) and write it as ``report.json`` beside the plan, for
@@ -150,6 +145,13 @@ class MetricsLogger:
 
     # ---- one record
 
+    def _log(self, event: str, kind: str, values: Mapping[str, Any]) -> Record:
+        """Tell a record. The time until it is told is not counted as training."""
+        record = {"kind": kind, "step": self._parallel.session.step, **values}
+        self._tell(event, record)
+        self._last_s = time.perf_counter()
+        return record
+
     def _measured(self, loss: torch.Tensor | float) -> dict[str, Any]:
         parallel, plan = self._parallel, self._parallel.plan
         mean = parallel.mean_loss(loss) if isinstance(loss, torch.Tensor) else loss
@@ -160,19 +162,22 @@ class MetricsLogger:
         if groups:
             found["learning_rate"] = float(groups[0]["lr"])
         if self._steps:
-            step_s, devices = self._seconds / self._steps, len({d for stage in plan.stages for d in stage.devices})
+            step_s, devices = self._seconds / self._steps, _num_devices(plan)
             name, count = self._counted()
-            tflops = plan.prediction.flops / step_s / devices / 1e12
-            predicted_s = plan.prediction.step_s
+            flops_per_s, predicted_s = plan.prediction.flops / step_s, plan.prediction.step_s
             found |= {"step_s": step_s, "predicted_step_s": predicted_s}
             if predicted_s > 0:
                 found["measured_over_predicted"] = step_s / predicted_s
             found |= {f"{name}_per_s": count / step_s, f"{name}_per_s_per_device": count / step_s / devices}
-            found["tflops_per_device"] = tflops
-            if (peak := _peak_flops_per_s(parallel)) > 0:
-                found["share_of_peak"] = plan.prediction.flops / step_s / peak
+            found["tflops_per_device"] = flops_per_s / devices / 1e12
+            if self._peak_flops_per_s > 0:
+                found["share_of_peak"] = flops_per_s / self._peak_flops_per_s
         found["peak_bytes"] = _largest(peak_bytes(parallel.session.device), parallel.session.device)
         return found
+
+    @cached_property
+    def _peak_flops_per_s(self) -> float:
+        return _peak_flops_per_s(self._parallel)
 
     def _counted(self) -> tuple[str, int]:
         """What a step's throughput counts, and how many of them."""
@@ -196,6 +201,11 @@ class MetricsLogger:
             getattr(callback, event)(record)
 
 
+def _num_devices(plan: Plan) -> int:
+    """The devices that are not idle."""
+    return sum(len(stage.devices) for stage in plan.stages)
+
+
 def _of_run(parallel: Any) -> dict[str, Any]:
     """The record of a run's start."""
     plan = parallel.plan
@@ -206,7 +216,7 @@ def _of_run(parallel: Any) -> dict[str, Any]:
         "model": plan.model,
         "schedule": plan.schedule,
         "stages": len(plan.stages),
-        "devices": sum(len(stage.devices) for stage in plan.stages),
+        "devices": _num_devices(plan),
         "global_batch": plan.global_batch,
         "microbatches": plan.microbatches,
         "predicted_step_s": plan.prediction.step_s,
@@ -329,6 +339,11 @@ class _Csv:
         self._waiting = []
 
 
+def _numbers(record: Record) -> dict[str, float]:
+    """The numbers of a record, but for its step."""
+    return {name: value for name, value in record.items() if isinstance(value, int | float) and name != "step"}
+
+
 class _TensorBoard:
     """Scalars by step."""
 
@@ -336,9 +351,8 @@ class _TensorBoard:
         self._writer = import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
 
     def write(self, record: Record) -> None:
-        for name, value in record.items():
-            if isinstance(value, int | float) and name != "step" and record["kind"] != "run":
-                self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+        for name, value in _numbers(record).items() if record["kind"] != "run" else ():
+            self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
 
     def close(self) -> None:
         self._writer.close()
@@ -353,7 +367,7 @@ class _Wandb:
             self._wandb.init(dir=str(folder))
 
     def write(self, record: Record) -> None:
-        values = {f"{record['kind']}/{k}": v for k, v in record.items() if isinstance(v, int | float) and k != "step"}
+        values = {f"{record['kind']}/{name}": value for name, value in _numbers(record).items()}
         self._wandb.log(values, step=record["step"])
 
     def close(self) -> None:
@@ -367,9 +381,9 @@ class _Mlflow:
         self._mlflow = import_module("mlflow")
 
     def write(self, record: Record) -> None:
-        values = {k: float(v) for k, v in record.items() if isinstance(v, int | float) and k != "step"}
+        values = {f"{record['kind']}.{name}": float(value) for name, value in _numbers(record).items()}
         if record["kind"] != "run" and values:
-            self._mlflow.log_metrics({f"{record['kind']}.{k}": v for k, v in values.items()}, step=record["step"])
+            self._mlflow.log_metrics(values, step=record["step"])
 
     def close(self) -> None:
         pass

@@ -275,6 +275,10 @@ class StagePrediction:
         """Sum over the causes."""
         return sum(self.memory_bytes.values())
 
+    def busy_s(self, microbatches: int) -> float:
+        """Seconds of a step of so many microbatches in which the stage is not idle."""
+        return microbatches * (self.forward_s + self.backward_s) + self.step_s
+
 
 @dataclass(frozen=True)
 class Prediction:

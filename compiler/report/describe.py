@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from ..frontend.layers import cluster_layers
 from ..ir.graph import Graph, tensor_operands
@@ -22,7 +23,8 @@ from ..text import bytes_text
 
 __all__ = [
     "Group", "LayerRow", "axis_names", "axis_roles", "family_of", "gradient_reduction_words", "layer_rows",
-    "layer_span", "merged", "op_summary", "recompute_words", "sharding_words", "spell",
+    "layer_span", "merged", "op_summary", "recompute_words", "repeated_blocks", "sharding_words",
+    "spell",
 ]  # fmt: skip
 
 
@@ -359,7 +361,15 @@ def _pattern(name: str) -> str:
 
 def _collapse(layers: Sequence[tuple[str, tuple[LayerRow, ...]]]) -> Iterator[Group]:
     """Runs of equal blocks of 1 to 8 layers, the choice that leaves out most first."""
-    keys = [(_pattern(name), rows) for name, rows in layers]
+    for at, period, count in repeated_blocks([(_pattern(name), rows) for name, rows in layers]):
+        block = layers[at : at + period]
+        last = layers[at + (count - 1) * period : at + count * period]
+        titles = tuple(layer_span(first[0], end[0]) for first, end in zip(block, last))
+        yield Group(titles, tuple(rows for _, rows in block), count)
+
+
+def repeated_blocks(keys: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
+    """(position, length, count) of runs of equal blocks of 1 to 8 keys, the choice that leaves out most first."""
     at = 0
     while at < len(keys):
         period, count = 1, 1
@@ -369,10 +379,7 @@ def _collapse(layers: Sequence[tuple[str, tuple[LayerRow, ...]]]) -> Iterator[Gr
                 repeats += 1
             if length * (repeats - 1) > period * (count - 1):
                 period, count = length, repeats
-        block = layers[at : at + period]
-        last = layers[at + (count - 1) * period : at + count * period]
-        titles = tuple(layer_span(first[0], end[0]) for first, end in zip(block, last))
-        yield Group(titles, tuple(rows for _, rows in block), count)
+        yield at, period, count
         at += period * count
 
 

@@ -1,4 +1,4 @@
-"""Two plans, clusters or runs side by side: a ``Difference`` is data, of which ``text`` and ``to_json`` are two forms.
+"""Two plans, clusters or runs side by side: a ``Comparison`` is data, of which ``text`` and ``to_json`` are two forms.
 
     plans      what they promise; decisions that differ; layers that are placed, split or recomputed in another way;
                seconds of the busiest stage and bytes of the fullest device by cause; messages of a step by kind
@@ -22,13 +22,15 @@ from typing import Any
 from ...costmodel.cluster import Cluster
 from ...costmodel.comparison import changes
 from ...costmodel.files import read_document
-from ...costmodel.forms import listed, maybe, number, positive, record, shown, text, whole
+from ...costmodel.forms import maybe, number, positive, text, whole
 from ...costmodel.memory import usable_bytes
+from ..intra_op.stage_cost import STEP_CAUSES
 from ..plan.plan import Plan
 from ..text import bytes_text, rate_text, seconds_text, span_text, table, wrap_lines
 from .describe import axis_names, layer_span, recompute_words, sharding_words
+from .step_report import report_part
 
-__all__ = ["Difference", "Row", "Section", "diff", "read_side"]
+__all__ = ["Comparison", "ComparisonSection", "Row", "diff", "read_side"]
 
 Value = float | str | None
 #: unit of a row → how a number of it is written
@@ -62,7 +64,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Section:
+class ComparisonSection:
     """The lines on one subject. all_rows: False if only those that differ are in it; note: one more sentence."""
 
     title: str
@@ -72,14 +74,14 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Comparison:
     """What ``before`` and ``after`` (their names) have in common and what not. kind: "plans", "clusters", "runs" or
     "plan and run"."""
 
     kind: str
     before: str
     after: str
-    sections: tuple[Section, ...]
+    sections: tuple[ComparisonSection, ...]
 
     @property
     def same(self) -> bool:
@@ -108,7 +110,7 @@ class Difference:
     __str__ = text
 
 
-def _section_lines(section: Section, width: int) -> Iterator[str]:
+def _section_lines(section: ComparisonSection, width: int) -> Iterator[str]:
     rows = [(row.name, _cell(row.before, row.unit), _cell(row.after, row.unit), _ratio(row)) for row in section.rows]
     shown_rows = rows[:_MOST_ROWS]
     sizes = [max((len(row[k]) for row in (("", "A", "B", ""), *shown_rows)), default=0) for k in range(4)]
@@ -144,11 +146,11 @@ def diff(
     before: Plan | Cluster | Mapping[str, Any],
     after: Plan | Cluster | Mapping[str, Any],
     names: tuple[str, str] = ("before", "after"),
-) -> Difference:
+) -> Comparison:
     """Compare two plans, clusters or runs (``Report.to_json()``), in any pair that has something in common; ValueError
     for a cluster and a run."""
     if isinstance(before, Plan) and isinstance(after, Plan):
-        return Difference("plans", *names, tuple(_plan_sections(before, after)))
+        return Comparison("plans", *names, tuple(_plan_sections(before, after)))
     if isinstance(before, Mapping) or isinstance(after, Mapping):
         if isinstance(before, Cluster) or isinstance(after, Cluster):
             raise ValueError(
@@ -156,24 +158,26 @@ def diff(
                 "is Parallel.recalibrate()"
             )
         kind = "runs" if isinstance(before, Mapping) and isinstance(after, Mapping) else "plan and run"
-        return Difference(kind, *names, tuple(_run_sections(before, after)))
+        return Comparison(kind, *names, tuple(_run_sections(before, after)))
     ours, theirs = (Cluster.from_json(json.dumps(x.cluster)) if isinstance(x, Plan) else x for x in (before, after))
-    return Difference("clusters", *names, tuple(_cluster_sections(ours, theirs)))
+    return Comparison("clusters", *names, tuple(_cluster_sections(ours, theirs)))
 
 
-def _plan_sections(a: Plan, b: Plan) -> Iterator[Section]:
+def _plan_sections(a: Plan, b: Plan) -> Iterator[ComparisonSection]:
     priced = [plan.price_state != "edited" for plan in (a, b)]
     sides = [side for side, known in zip("AB", priced) if not known]
     note = f"{' and '.join(sides)}: edited: prices are of another plan" if sides else ""
-    yield Section("What they promise", tuple(_promises(a, b, priced)), note=note)
+    yield ComparisonSection("What they promise", tuple(_promises(a, b, priced)), note=note)
     decisions = [row for row in _rows(_decisions(a), _decisions(b)) if row.differs]
-    yield Section("Decisions that differ", tuple(decisions), all_rows=False)
-    yield Section("Layers that differ", tuple(_layer_rows(a, b)), all_rows=False)
+    yield ComparisonSection("Decisions that differ", tuple(decisions), all_rows=False)
+    yield ComparisonSection("Layers that differ", tuple(_layer_rows(a, b)), all_rows=False)
     if all(priced):
-        yield Section("Seconds of a step on the busiest stage, by cause", tuple(_rows(_seconds(a), _seconds(b), "s")))
-        yield Section("Bytes on the fullest device, by cause", tuple(_rows(_bytes(a), _bytes(b), "B")))
+        yield ComparisonSection(
+            "Seconds of a step on the busiest stage, by cause", tuple(_rows(_seconds(a), _seconds(b), "s"))
+        )
+        yield ComparisonSection("Bytes on the fullest device, by cause", tuple(_rows(_bytes(a), _bytes(b), "B")))
         messages = [row for row in _rows(_messages(a), _messages(b)) if row.differs]
-        yield Section("Messages of a step that differ, of all stages", tuple(messages), all_rows=False)
+        yield ComparisonSection("Messages of a step that differ, of all stages", tuple(messages), all_rows=False)
 
 
 def _rows(a: Mapping[str, Value], b: Mapping[str, Value], unit: str = "") -> list[Row]:
@@ -281,15 +285,12 @@ def _weights(layer: str, chunk: Any, axes: tuple[str, ...]) -> list[str]:
     return [f"{count} weights {how}" if count > 1 else f"a weight {how}" for how, count in cuts.items()]
 
 
-_PER_STEP = ("gradient", "overlapped", "gather", "optimizer", "tied", "loss")
-
-
 def _seconds(plan: Plan) -> dict[str, Value]:
     """Seconds of a step by cause; they add up to the step."""
     m = plan.microbatches
-    busy = [m * (stage.forward_s + stage.backward_s) + stage.step_s for stage in plan.prediction.stages]
+    busy = [stage.busy_s(m) for stage in plan.prediction.stages]
     stage = plan.prediction.stages[busy.index(max(busy))]
-    causes = {name: s * (1 if name in _PER_STEP else m) for name, s in stage.seconds.items()}
+    causes = {name: s * (1 if name in STEP_CAUSES else m) for name, s in stage.seconds.items()}
     beside = [f"{name} (beside the rest)" for name in ("transfer", "overlapped")]
     moved = {f"{name} (beside the rest)": causes.pop(name, 0.0) for name in ("transfer", "overlapped")}
     waits = {"waiting": max(0.0, plan.prediction.step_s - max(busy))}
@@ -316,14 +317,14 @@ def _messages(plan: Plan) -> dict[str, Value]:
 # ---- clusters
 
 
-def _cluster_sections(a: Cluster, b: Cluster) -> Iterator[Section]:
-    yield Section("Hardware", tuple(_rows(_hardware(a), _hardware(b))))
+def _cluster_sections(a: Cluster, b: Cluster) -> Iterator[ComparisonSection]:
+    yield ComparisonSection("Hardware", tuple(_rows(_hardware(a), _hardware(b))))
     every = changes(a, b)
     for title in dict.fromkeys(change.section for change in every):
         rows = tuple(Row(c.name, c.before, c.after, c.unit) for c in every if c.section == title)
         differing = tuple(row for row in rows if row.differs)
         note = f"{len(rows) - len(differing)} of {len(rows)} prices are the same"
-        yield Section(f"Prices of {title}", differing, all_rows=False, note=note)
+        yield ComparisonSection(f"Prices of {title}", differing, all_rows=False, note=note)
 
 
 def _hardware(cluster: Cluster) -> dict[str, Value]:
@@ -345,30 +346,13 @@ _RANK = {"stage": maybe(whole()), "resident_bytes": number}
 _RUN = {"predicted_step_s": number, "measured_step_s": maybe(positive)}
 
 
-def _run(document: Any) -> Mapping[str, Any]:
-    """The part of a report that is compared; ValueError for a document that is none."""
-
-    def part(value: Any, form: Mapping[str, Any]) -> Any:
-        return {key: value[key] for key in form if key in value} if isinstance(value, Mapping) else value
-
-    lists: dict[str, Any] = {}
-    for name, keys in (("terms", _TERM), ("ranks", _RANK)):
-        values = document.get(name)
-        lists[name] = [part(one, keys) for one in values] if isinstance(values, list) else values
-    run = {**part(document, _RUN), **lists}
-    form = record({**_RUN, "terms": listed(record(_TERM)), "ranks": listed(record(_RANK))})
-    if faults := shown(form("", run)):
-        raise ValueError(f"a run is a report as Report.to_json writes it, but {faults}; is it another file?")
-    return run
-
-
-def _run_sections(a: Plan | Mapping[str, Any], b: Plan | Mapping[str, Any]) -> Iterator[Section]:
+def _run_sections(a: Plan | Mapping[str, Any], b: Plan | Mapping[str, Any]) -> Iterator[ComparisonSection]:
     sides = [_of_plan(side) if isinstance(side, Plan) else _of_run(side) for side in (a, b)]
     titles = {
         "step": ("The step", "s"), "terms": ("Seconds of a step by term", "s"), "memory": ("Peak memory", "B"),
     }  # fmt: skip
     for key, (title, unit) in titles.items():
-        yield Section(title, tuple(_rows(sides[0][key], sides[1][key], unit)))
+        yield ComparisonSection(title, tuple(_rows(sides[0][key], sides[1][key], unit)))
 
 
 def _of_plan(plan: Plan) -> dict[str, dict[str, Value]]:
@@ -420,5 +404,5 @@ def _read(content: str) -> Plan | Cluster | Mapping[str, Any]:
     if isinstance(document, dict) and isinstance(document.get("report"), dict) and "version" not in document:
         document = document["report"]  # the figures of a demo
     if isinstance(document, dict) and "terms" in document:
-        return _run(document)
+        return report_part(document, _RUN, _TERM, _RANK)
     return Plan.from_json(document)

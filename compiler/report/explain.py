@@ -16,6 +16,7 @@ from itertools import groupby
 from typing import Any
 
 from ...costmodel.cluster import Cluster
+from ..intra_op.stage_cost import STEP_CAUSES
 from ..ir.graph import Graph
 from ..pipeline.families import generate
 from ..pipeline.simulate import Simulation, grid, legend
@@ -71,8 +72,6 @@ _CAUSES = {
     "tied": "tied",
     "loss": "loss",
 }
-#: causes per step; the others are per microbatch
-_STEP_CAUSES = ("gradient", "overlapped", "gather", "optimizer", "tied", "loss")
 _NEGLIGIBLE_SHARE = 5e-4  # of the step: a cause that takes less on every stage has no column
 _SOURCES = (
     ("measured as they are", ("measured",)),
@@ -196,7 +195,7 @@ def _stages(plan: Plan, graph: Graph | None, simulation: Simulation | None, widt
     rows = []
     for index, (stage, predicted) in enumerate(zip(plan.stages, plan.prediction.stages)):
         limit = min(cluster.device(device).memory_bytes for device in stage.devices)
-        busy = plan.microbatches * (predicted.forward_s + predicted.backward_s) + predicted.step_s
+        busy = predicted.busy_s(plan.microbatches)
         rows.append(
             [
                 str(index),
@@ -313,7 +312,7 @@ def _seconds(plan: Plan, width: int) -> list[str]:
     for stage in plan.prediction.stages:
         seconds = [stage.seconds.get(c, 0.0) * _times(plan, c) for c in shown]
         # a transfer overlaps compute: the stage itself is busy with the other causes only
-        busy = plan.microbatches * (stage.forward_s + stage.backward_s) + stage.step_s
+        busy = stage.busy_s(plan.microbatches)
         rows.append([*seconds, max(0.0, plan.prediction.step_s - busy)])
     lines = _by_stage([*(_CAUSES[c] for c in shown), "idle"], rows, seconds_text, width)
     if "transfer" in shown:
@@ -324,7 +323,7 @@ def _seconds(plan: Plan, width: int) -> list[str]:
 
 
 def _times(plan: Plan, cause: str) -> int:
-    return 1 if cause in _STEP_CAUSES else plan.microbatches
+    return 1 if cause in STEP_CAUSES else plan.microbatches
 
 
 def _memory(plan: Plan, width: int) -> list[str]:

@@ -1,8 +1,9 @@
 """The page of a plan: the data of ``picture`` put into the templates of ``page/``, as one file that needs no network.
 
-``page/page.html`` has a slot ``{{name}}`` for each of the parts, and so has ``page/run.html``, the page of a run. Text
-of a plan (names of modules, notes, a cluster's name) reaches the page only as JSON in a script element that is not run,
-with "<", ">" and "&" escaped. The scripts of the page set it as text, never as markup.
+``page/shell.html`` has a slot ``{{name}}`` for each of the parts; the sections are those of ``page.html``, or of
+``run.html``, the page of a run. Text of a plan (names of modules, notes, a cluster's name) reaches the page only as
+JSON in a script element that is not run, with "<", ">" and "&" escaped. The scripts of the page set it as text, never
+as markup.
 """
 
 from __future__ import annotations
@@ -46,13 +47,14 @@ def to_html(
 def page_html(document: Mapping[str, Any]) -> str:
     """The page that draws a document of ``picture``."""
     scripts = ("words.js", "timeline.js", "model.js", "page.js")
-    return filled("page.html", html.escape(f"Plan for {document['title']}"), document, scripts)
+    return filled("page.html", f"Plan for {document['title']}", document, scripts)
 
 
-def filled(template: str, title: str, document: Mapping[str, Any], scripts: Sequence[str]) -> str:
-    """A template of ``page/`` with its slots filled. title: escaped; document: the data that the scripts draw."""
+def filled(sections: str, title: str, document: Mapping[str, Any], scripts: Sequence[str]) -> str:
+    """The shell with these sections. title: plain text; document: the data that the scripts draw."""
     parts = {
-        "title": title,
+        "title": html.escape(title),
+        "body": _part(sections),
         "style": _part("page.css"),
         "data": re.sub(
             "[<>&\u2028\u2029]", lambda found: _ESCAPES[found[0]], json.dumps(document, separators=(",", ":"))
@@ -61,7 +63,7 @@ def filled(template: str, title: str, document: Mapping[str, Any], scripts: Sequ
         "license": html.escape(_part("echarts.LICENSE")),
         "script": "\n".join(_part(name) for name in scripts),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _part(template))
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _part("shell.html"))
 
 
 def notebook_html(plan: Plan) -> str:

@@ -29,6 +29,7 @@ from itertools import groupby
 from typing import Any
 
 from ...costmodel.cluster import Cluster
+from ..intra_op.stage_cost import STEP_CAUSES
 from ..ir.graph import Graph
 from ..pipeline.families import PIPEDREAM, generate
 from ..pipeline.measured import MeasuredStep, RankSpans
@@ -42,6 +43,7 @@ from .describe import (
     layer_rows,
     layer_span,
     recompute_words,
+    repeated_blocks,
     sharding_words,
     spell,
 )
@@ -52,7 +54,6 @@ __all__ = ["picture", "stage_end"]
 
 WHY_SECONDS = 30.0  # that a page may spend on the choices of layers
 TICKS = 20_000_000  # per step: a tick is far below what a screen can show
-STEP_CAUSES = ("gradient", "overlapped", "gather", "optimizer", "tied", "loss")
 #: causes of seconds that lie beside a stage's own work
 BESIDE = ("transfer", "overlapped")
 
@@ -182,7 +183,7 @@ def _stage(plan: Plan, index: int, cluster: Cluster) -> dict[str, Any]:
     stage, predicted = plan.stages[index], plan.prediction.stages[index]
     m, step_s = plan.microbatches, plan.prediction.step_s
     seconds = {cause: s * (1 if cause in STEP_CAUSES else m) for cause, s in predicted.seconds.items() if s > 0}
-    busy_s = m * (predicted.forward_s + predicted.backward_s) + predicted.step_s
+    busy_s = predicted.busy_s(m)
     return {
         "devices": [stage.devices[0], stage.devices[-1]],
         "mesh": list(stage.mesh_shape),
@@ -433,7 +434,7 @@ def _tree(plan: Plan, model: Mapping[str, Any]) -> list[dict[str, Any]]:
             continue
         modes = dict(zip(range(first, end), plan.stages[index].chunks[number].recompute))
         keys = [(model["layers"][k], modes.get(k, "none")) for k in range(first, end)]
-        for at, period, count in _runs(keys):
+        for at, period, count in repeated_blocks(keys):
             block = range(first + at, first + at + period)
             last = range(first + at + (count - 1) * period, first + at + count * period)
             spans = [layer_span(plan.layers[a], plan.layers[b]) for a, b in zip(block, last)]
@@ -454,22 +455,6 @@ def _tree(plan: Plan, model: Mapping[str, Any]) -> list[dict[str, Any]]:
                     ],
                 }
             )
-    return out
-
-
-def _runs(keys: Sequence[Any]) -> list[tuple[int, int, int]]:
-    """(position, layers of the block, how often it stands there) of runs of equal blocks, the longest saving first."""
-    out, at = [], 0
-    while at < len(keys):
-        period, count = 1, 1
-        for length in range(1, min(8, (len(keys) - at) // 2) + 1):
-            repeats = 1
-            while keys[at + repeats * length : at + (repeats + 1) * length] == keys[at : at + length]:
-                repeats += 1
-            if length * (repeats - 1) > period * (count - 1):
-                period, count = length, repeats
-        out.append((at, period, count))
-        at += period * count
     return out
 
 
@@ -516,7 +501,7 @@ def _summary(plan: Plan, name: str) -> dict[str, Any]:
         f"{len(list(run))} × {'×'.join(map(str, shape)) or '1'}"
         for shape, run in groupby(stage.mesh_shape for stage in plan.stages)
     ]
-    busiest = max(plan.prediction.stages, key=lambda s: plan.microbatches * (s.forward_s + s.backward_s) + s.step_s)
+    busiest = max(plan.prediction.stages, key=lambda stage: stage.busy_s(plan.microbatches))
     return {
         "name": name or f"{plan.schedule}, {' + '.join(meshes)}, {count_text(plan.microbatches, 'microbatch')}",
         "step_s": plan.prediction.step_s,

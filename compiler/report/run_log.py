@@ -6,7 +6,6 @@ has steps twice; the later record counts.
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import os
@@ -17,9 +16,10 @@ from statistics import median
 from typing import Any
 
 from ...costmodel.files import read_document, write_atomically
-from ...costmodel.forms import listed, maybe, number, positive, record, shown, text, whole
+from ...costmodel.forms import listed, maybe, number, positive, text, whole
 from ..text import bytes_text, count_text, rate_text, seconds_text, table, wrap_lines
 from .page import filled
+from .step_report import report_part
 
 __all__ = ["RunLog"]
 
@@ -110,11 +110,11 @@ class RunLog:
         """Sentences on what is to blame where the run is slower than predicted, and on a slow rank."""
         if self.report is None:
             return ["no report was gathered: MetricsLogger.report() at the end of a run says which terms are off"]
-        found = [str(text) for text in self.report.get("findings", ())]
+        found = list(self.report["findings"])
         by_stage: dict[Any, list[tuple[float, int]]] = {}
         for rank in self.report["ranks"]:
-            own_s = rank["forward_s"] + rank["backward_s"] + rank.get("weights_s", 0.0) + rank.get("recompute_s", 0.0)
-            by_stage.setdefault(rank["stage"], []).append((own_s - rank.get("skew_s", 0.0), rank["rank"]))
+            own_s = rank["forward_s"] + rank["backward_s"] + rank["weights_s"] + rank["recompute_s"] - rank["skew_s"]
+            by_stage.setdefault(rank["stage"], []).append((own_s, rank["rank"]))
         for stage, times in by_stage.items():
             usual, (slowest, rank) = median(own for own, _ in times), max(times)
             if stage is not None and len(times) > 1 and usual > 0 and slowest > _SLOW * usual:
@@ -157,7 +157,7 @@ class RunLog:
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """The run as one page that needs no network, written to ``path`` where one is given."""
         document = self.to_json() | {"facts": self.facts(), "title": f"Run {self.name}"}
-        text = filled("run.html", html.escape(f"Run {self.name}"), document, ("words.js", "run.js"))
+        text = filled("run.html", document["title"], document, ("words.js", "run.js"))
         if path is not None:
             write_atomically(path, text)
         return text
@@ -172,12 +172,10 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 
-_REPORT = {
-    "predicted_step_s": number, "measured_step_s": maybe(positive), "findings": listed(text),
-    "terms": ("stage", "name", "predicted_s", "measured_s", "times"),
-    "ranks": ("rank", "stage", "forward_s", "backward_s", "weights_s", "recompute_s", "skew_s", "resident_bytes"),
-}  # fmt: skip
-_FIELDS = {"stage": maybe(whole()), "name": text, "times": whole(), "rank": whole()}
+_REPORT = {"predicted_step_s": number, "measured_step_s": maybe(positive), "findings": listed(text)}
+_TERM = {"stage": whole(), "name": text, "predicted_s": number, "measured_s": number, "times": whole()}
+_SPANS = ("forward_s", "backward_s", "weights_s", "recompute_s", "skew_s")
+_RANK = {"rank": whole(), "stage": maybe(whole()), **dict.fromkeys(_SPANS, number), "resident_bytes": number}
 
 
 def _report(folder: str | os.PathLike[str]) -> Mapping[str, Any] | None:
@@ -193,17 +191,4 @@ def _parsed(content: str) -> Mapping[str, Any]:
         raise ValueError(f"a report is a JSON document, but it breaks off or is corrupt ({error})") from error
     if not isinstance(document, dict):
         raise ValueError("a run is a report as Report.to_json writes it, but this is no JSON object")
-    found: dict[str, Any] = {}
-    forms: dict[str, Any] = {}
-    for name, form in _REPORT.items():
-        value = document.get(name)
-        if isinstance(form, tuple):
-            forms[name] = listed(record({key: _FIELDS.get(key, number) for key in form}))
-            if isinstance(value, list) and all(isinstance(one, dict) for one in value):
-                value = [{key: one[key] for key in form if key in one} for one in value]
-        else:
-            forms[name] = form
-        found[name] = value
-    if faults := shown(record(forms)("", found)):
-        raise ValueError(f"a run is a report as Report.to_json writes it, but {faults}; is it another file?")
-    return found
+    return report_part(document, _REPORT, _TERM, _RANK)

@@ -5,14 +5,15 @@ This module has the values and their text; ``prediction_error`` computes them fr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ...costmodel.forms import Form, listed, record, shown
 from ...costmodel.measured import RankTimes
 from ..text import bytes_text, count_text, seconds_text, table, wrap_lines
 
-__all__ = ["THRESHOLD", "Report", "Term", "relative_error"]
+__all__ = ["THRESHOLD", "Report", "Term", "relative_error", "report_part"]
 
 
 THRESHOLD = 0.2  # relative error of the step beyond which terms are blamed
@@ -168,6 +169,25 @@ class Report:
     def keys(self) -> Iterator[str]:
         """The entries of ``to_json``: ``dict(report)`` is that dict."""
         return iter(self.to_json())
+
+
+def report_part(
+    document: Any, fields: Mapping[str, Form], term: Mapping[str, Form], rank: Mapping[str, Form]
+) -> dict[str, Any]:
+    """These fields of a document of ``Report.to_json``, those of its terms and ranks; ValueError for another one."""
+
+    def part(value: Any, forms: Mapping[str, Form]) -> Any:
+        return {key: value[key] for key in forms if key in value} if isinstance(value, Mapping) else value
+
+    lists: dict[str, Any] = {}
+    for name, forms in (("terms", term), ("ranks", rank)):
+        values = document.get(name)
+        lists[name] = [part(one, forms) for one in values] if isinstance(values, list) else values
+    found = {**part(document, fields), **lists}
+    form = record({**fields, "terms": listed(record(dict(term))), "ranks": listed(record(dict(rank)))})
+    if faults := shown(form("", found)):
+        raise ValueError(f"a run is a report as Report.to_json writes it, but {faults}; is it another file?")
+    return found
 
 
 # ---- words

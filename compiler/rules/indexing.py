@@ -16,7 +16,7 @@ from ..ir.graph import tensor_operands, types_of
 from ..ir.ops.local_ops import embedding_shard
 from . import register, whole
 from .base import FREE_GRAD, ROW, WHOLE, AxisChoice, Rule, shard
-from .common import argument, axes_of, cut, random_float, replace_arguments
+from .common import argument, axes_of, cut, random_float, with_dense_gradient
 from .view import DimsRule, Track, nonnegative_dim, operand_shapes, tracks_except
 
 __all__ = ["EmbeddingRule"]
@@ -168,8 +168,7 @@ class EmbeddingRule(Rule):
         """``embedding_shard`` where rows are cut. Distributed gradients are dense."""
         axes = axes_of(labels, "vocab")
         if not axes:
-            changes = {"sparse": False} if argument(node, "sparse") and set(labels) != {"whole"} else {}
-            return replace_arguments(node, **changes)
+            return with_dense_gradient(node, labels)
         weight, index = tensor_operands(node)
         return embedding_shard, (weight, index, argument(node, "padding_idx"), False, False), {"vocab_axes": axes}
 

@@ -12,7 +12,7 @@ from ..ir.graph import tensor_operands, types_of
 from ..ir.ops.local_ops import embedding_bag_shard
 from . import register, whole
 from .base import WHOLE, AxisChoice, Rule
-from .common import Part, argument, axes_of, cut, parameters, replace_arguments
+from .common import Part, argument, axes_of, cut, parameters, replace_arguments, with_dense_gradient
 from .view import DimsRule, Track, operand_shapes
 
 __all__ = ["BagRule", "EvenBagRule", "RecurrentRule"]
@@ -99,8 +99,7 @@ class BagRule(Rule):
         """``embedding_bag_shard`` where rows are cut. Distributed gradients are dense."""
         axes = axes_of(labels, "vocab")
         if not axes:
-            changes = {"sparse": False} if argument(node, "sparse") and set(labels) != {"whole"} else {}
-            return replace_arguments(node, **changes)
+            return with_dense_gradient(node, labels)
         names = ("weight", "indices", "offsets", "mode", "per_sample_weights", "include_last_offset")
         return embedding_bag_shard, tuple(argument(node, name) for name in names), {"vocab_axes": axes}
 

@@ -93,7 +93,7 @@ def predict(
         _with_messages(part.prediction, posts[index], received[index], once[index]) for index, part in enumerate(parts)
     )
     simulation = simulate_stages(schedule, microbatches, chunks, stages, predictions, transfers)
-    busy = [microbatches * (stage.forward_s + stage.backward_s) + stage.step_s for stage in predictions]
+    busy = [stage.busy_s(microbatches) for stage in predictions]
     critical = busy.index(max(busy))
     sources = dict(parts[critical].sources)
     sent = sum(map(sum, posts[critical]))

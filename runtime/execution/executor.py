@@ -180,12 +180,7 @@ class Executor:
                         arguments, exits = part.run(inputs, arrived, microbatch)
                         worked = mark()
                         sends = part.send_values(exits, microbatch, step)
-                        for position, name in part.buffer_exits:
-                            self.state.buffers[name] = exits[position].detach()
-                        if part.buffer_exits:
-                            self._refresh()
-                        if part.loss_exit is not None:
-                            self.loss.add(exits[part.loss_exit])
+                        self._keep(part, exits)
                         if self.training:
                             saved[action.chunk, microbatch] = (arguments, exits)
                             for position, name in part.output_exits:
@@ -224,6 +219,15 @@ class Executor:
             for sends in held.values():
                 _drain(sends)
         return loss, outputs
+
+    def _keep(self, part: BoundChunk, exits: Sequence[torch.Tensor]) -> None:
+        """Keep the buffers and the loss that a forward made."""
+        for position, name in part.buffer_exits:
+            self.state.buffers[name] = exits[position].detach()
+        if part.buffer_exits:
+            self._refresh()
+        if part.loss_exit is not None:
+            self.loss.add(exits[part.loss_exit])
 
     def _refresh(self) -> None:
         for part in self.parts:

@@ -194,12 +194,7 @@ class StashingExecutor(Executor):
         worked = self.trace.mark()
         with without_profiler_records():
             self._hold(self._values, number, part.send_values(exits, number % self.window, number))
-        for position, name in part.buffer_exits:
-            self.state.buffers[name] = exits[position].detach()
-        if part.buffer_exits:
-            self._refresh()
-        if part.loss_exit is not None:
-            self.loss.add(exits[part.loss_exit])
+        self._keep(part, exits)
         self._flying[number] = arguments, exits, step
         self.forwards += 1
         return worked

@@ -308,24 +308,7 @@ function startPrices() {
 }
 
 // ---- start
-const system = matchMedia("(prefers-color-scheme: dark)");
-let forced = null;
-function setTheme() {
-  const isDark = forced ?? system.matches;
-  document.documentElement.classList.toggle("dark", isDark);
-  document.documentElement.style.colorScheme = isDark ? "dark" : "light";
-  byId("theme").textContent = isDark ? "Light" : "Dark";
-}
-setTheme();
-system.addEventListener("change", () => {
-  setTheme();
-  redraw();
-});
-byId("theme").addEventListener("click", () => {
-  forced = !dark();
-  setTheme();
-  redraw();
-});
+startTheme();
 for (const start of [startOverview, startCluster, startTimeline, startModel, startMemory, startSeconds, startChoices,
   startSearch, startPrices]) start();
 let resizing = 0;

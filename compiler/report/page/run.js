@@ -87,24 +87,7 @@ function startReport() {
     seconds);
 }
 
-const system = matchMedia("(prefers-color-scheme: dark)");
-let forced = null;
-function setTheme() {
-  const isDark = forced ?? system.matches;
-  document.documentElement.classList.toggle("dark", isDark);
-  document.documentElement.style.colorScheme = isDark ? "dark" : "light";
-  byId("theme").textContent = isDark ? "Light" : "Dark";
-}
-setTheme();
-system.addEventListener("change", () => {
-  setTheme();
-  redraw();
-});
-byId("theme").addEventListener("click", () => {
-  forced = !dark();
-  setTheme();
-  redraw();
-});
+startTheme();
 startRun();
 startReport();
 addEventListener("resize", () => {

@@ -106,3 +106,25 @@ function table(head, rows, numbers = []) {
 function tip(title, rows) {
   return element("div", {}, element("strong", {}, title), rows.map(row => element("div", {}, row)));
 }
+
+// The theme of the system, until the button says another.
+function startTheme() {
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  let forced = null;
+  function setTheme() {
+    const isDark = forced ?? system.matches;
+    document.documentElement.classList.toggle("dark", isDark);
+    document.documentElement.style.colorScheme = isDark ? "dark" : "light";
+    byId("theme").textContent = isDark ? "Light" : "Dark";
+  }
+  setTheme();
+  system.addEventListener("change", () => {
+    setTheme();
+    redraw();
+  });
+  byId("theme").addEventListener("click", () => {
+    forced = !dark();
+    setTheme();
+    redraw();
+  });
+}
