@@ -73,27 +73,28 @@ def _tell(pipe: Connection, answer: tuple[str, Any]) -> None:
         pipe.send(("error", f"the result cannot be sent back: {error}"))
 
 
+def start_fork_server() -> None:
+    """Start the server that ranks are forked from, if it does not run yet. It knows no path but that of its
+    environment, and says nothing of what it cannot import."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload([PRELOADED])
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+        forkserver.ensure_running()
+
+
 class RankPool:
     """At most ``MAX_RANKS`` persistent processes, started when first needed."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([PRELOADED])
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-ranks-")
         self._workers: list[tuple[Any, Connection, Path]] = []
         self._runs = 0
 
-    def _start(self) -> None:
-        """Start the server, if it does not run yet. It knows no path but that of its environment, and says nothing of
-        what it cannot import."""
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
-            forkserver.ensure_running()
-
     def _grow(self, count: int) -> None:
         if not self._workers:
-            self._start()
+            start_fork_server()
         while len(self._workers) < count:
             here, there = self._context.Pipe()
             stacks = Path(self._folder.name) / f"stack-{self._runs}-{len(self._workers)}"
