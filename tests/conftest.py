@@ -27,6 +27,13 @@ def ranks() -> Iterator[RankPool]:
     pool.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_objects_of_other_modules() -> None:
+    """What earlier modules left alive no collection of garbage, and no count of live tensors, has to visit."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_plans_of_other_tests(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tests change prices and passes under the search: no plan of theirs may answer another one's question."""
