@@ -20,7 +20,6 @@ from typing import NoReturn
 
 from . import inputs
 from .compare import add_check, add_comparisons
-from .inputs import BAD_INPUT, built_in_target
 from .picture import add_picture_options, asks_for_pictures, write_pictures
 from .runs import add_report
 from .terminal import answers_only, progress_bar, width
@@ -54,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, InfeasibleError):
             return inputs.fail(str(error), INFEASIBLE)
         if isinstance(error, ValueError | OSError):
-            return inputs.fail(str(error), BAD_INPUT)
+            return inputs.fail(str(error), inputs.BAD_INPUT)
         return inputs.fail(f"{type(error).__name__}: {error} (MESHWRIGHT_DEBUG=1 shows where)", 1)
     finally:
         if argv is not None:  # else the process ends here
@@ -65,7 +64,7 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(inputs.BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -358,7 +357,7 @@ def _why(arguments: argparse.Namespace) -> None:
     from ..compiler.plan.validation import require_valid
 
     plan = inputs.load(arguments.plan)
-    target = built_in_target(plan, arguments.target)
+    target = inputs.built_in_target(plan, arguments.target)
     if target is None:
         raise ValueError("why asks the model, but got no --target, and the plan names no built-in one; pass it")
     with progress_bar() as progress, answers_only():
@@ -381,7 +380,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             plan, target.model, example_inputs=target.args, example_kwargs=target.kwargs, dtype=arguments.dtype
         )
     print(result)
-    return 0 if result else BAD_INPUT
+    return 0 if result else inputs.BAD_INPUT
 
 
 def _profile(arguments: argparse.Namespace) -> int:

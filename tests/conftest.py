@@ -13,12 +13,6 @@ pytest.register_assert_rewrite("tests.oracles", "tests.support")
 from tests.support.ranks import RankPool  # noqa: E402 - its asserts are rewritten
 
 
-def pytest_collection_finish() -> None:
-    """Modules stay: no collection of garbage has to visit what they are made of."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """A pool of local ranks: ``ranks.run(4, function, *arguments)``."""
@@ -29,7 +23,8 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_objects_of_other_modules() -> None:
-    """What earlier modules left alive no collection of garbage, and no count of live tensors, has to visit."""
+    """What imports and earlier modules left alive no collection of garbage, and no count of live tensors, has to
+    visit."""
     gc.collect()
     gc.freeze()
 

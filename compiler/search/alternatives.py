@@ -71,7 +71,7 @@ def _why(plan: Plan, other: Plan) -> str:
 
 def _parts(plan: Plan) -> list[tuple[str, float]]:
     """Seconds of a step by cause, of the stage with the most work."""
-    slowest = max(plan.prediction.stages, key=lambda s: (s.forward_s + s.backward_s) * plan.microbatches + s.step_s)
+    slowest = max(plan.prediction.stages, key=lambda stage: stage.busy_s(plan.microbatches))
     once = sum(slowest.seconds.get(cause, 0.0) for cause in STEP_CAUSES)
     each = plan.microbatches * (slowest.forward_s + slowest.backward_s)
     return [

@@ -23,13 +23,13 @@ from tests.support.ranks import start_fork_server
 __all__ = ["run_document"]
 
 
-def run_document(document: Path, folder: Path, search_path: Path, timeout_s: float) -> tuple[int | None, str]:
+def run_document(document: Path, folder: Path, modules: Path, timeout_s: float) -> tuple[int | None, str]:
     """(exit status, or None if it took longer than ``timeout_s``; all that was printed) of the document's blocks, run
-    from top to bottom in ``folder``, with the modules of ``search_path``."""
+    from top to bottom in ``folder``. modules: a folder whose modules they may import."""
     start_fork_server()
     printed = folder / ".printed"
     process: Any = multiprocessing.get_context("forkserver").Process(
-        target=_run, args=(document, folder, [str(folder), str(search_path), *sys.path], printed)
+        target=_run, args=(document, folder, modules, list(sys.path), printed)
     )
     process.start()
     process.join(timeout_s)
@@ -39,12 +39,12 @@ def run_document(document: Path, folder: Path, search_path: Path, timeout_s: flo
     return status, printed.read_text()
 
 
-def _run(document: Path, folder: Path, search_path: list[str], printed: Path) -> None:
+def _run(document: Path, folder: Path, modules: Path, search_path: list[str], printed: Path) -> None:
     os.setpgid(0, 0)
     os.chdir(folder)
     os.environ["COLUMNS"] = "120"
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (search_path[1], os.environ.get("PYTHONPATH"))))
-    sys.path[:] = search_path
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(modules), os.environ.get("PYTHONPATH"))))
+    sys.path[:] = [str(folder), str(modules), *search_path]
     output = os.open(printed, os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -103,8 +103,8 @@ def _on_ranks(script: str, number: int) -> list[int]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     world = {
-        "LOCAL_WORLD_SIZE": str(number),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(number),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number),
     }  # fmt: skip
     return [
         _start(lambda: runpy.run_path(script, run_name="__main__"), [script], RANK=str(r), LOCAL_RANK=str(r), **world)
