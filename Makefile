@@ -18,6 +18,8 @@ MODULES := $(wildcard *.py) py.typed cli compiler costmodel models runtime
 TREE_PATH := $(abspath build/lint)
 
 export OMP_NUM_THREADS ?= 1
+# Each fresh process would compile the whole package again, some half a second.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help venv demo test lint format bench measured zoo rules page docs wheel clean
 .DEFAULT_GOAL := help

@@ -131,7 +131,8 @@ def test_wishes_several_plans_and_why(folder: Path, capsys: pytest.CaptureFixtur
     assert main([*PLAN, *wishes[:-1], "row.json", "--top-k", "2", "--pick", "1"]) == 0
     assert "wrote row.json, row 1" in capsys.readouterr().err
     assert Plan.load("row.json").prediction.step_s == several[1]["step_s"]
-    assert main([*PLAN, "--pareto", "--executable", "--microbatches", "2", "--pick", "99", "-o", "no.json"]) == 2
+    two = ("--cluster", "local:2", "--pareto", "--executable", "--microbatches", "2")
+    assert main([*PLAN, *two, "--pick", "99", "-o", "no.json"]) == 2
     out, err = capsys.readouterr()
     assert "peak" in out
     assert "--pick is a row of the table, 0 to " in err
