@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from meshwright.compiler.verification import verify
     from meshwright.costmodel.cluster import Cluster, Mesh
     from meshwright.parallel import Parallel
+    from meshwright.runtime.checkpoint.storage import latest_checkpoint
     from meshwright.runtime.data_loading import distributed_loader
     from meshwright.runtime.metrics import MetricsLogger
     from meshwright.runtime.profiling.cluster_profile import profile
 
 __all__ = [
-    "Cluster", "InfeasibleError", "Mesh", "MetricsLogger", "Parallel", "Plan", "diff", "distributed_loader", "opaque",
-    "parallelize", "pareto", "plan", "profile", "simulate", "verify",
+    "Cluster", "InfeasibleError", "Mesh", "MetricsLogger", "Parallel", "Plan", "diff", "distributed_loader",
+    "latest_checkpoint", "opaque", "parallelize", "pareto", "plan", "profile", "simulate", "verify",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -51,6 +52,7 @@ _HOMES = {
     "Plan": "compiler.plan.plan",
     "diff": "compiler.report.difference",
     "distributed_loader": "runtime.data_loading",
+    "latest_checkpoint": "runtime.checkpoint.storage",
     "opaque": "compiler.frontend.opaque_modules",
     "parallelize": "api",
     "pareto": "api",

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +39,7 @@ from .costmodel.cluster import Cluster
 from .costmodel.files import write_atomically
 from .costmodel.tables import cache_directory
 from .run_report import foreign_bytes, gather_report, gather_trace, recalibration
-from .runtime.checkpoint import load_checkpoint, save_checkpoint
+from .runtime.checkpoint import CheckpointWriter, load_checkpoint
 from .runtime.execution.compilation import Compiler, backend_of
 from .runtime.execution.independent_replicas import SYNCHRONOUS, LocalUpdates
 from .runtime.execution.session import BatchPrograms, Session, SessionOptions
@@ -121,6 +122,7 @@ class Parallel:
         self._dims: dict[str, int | None] = {}  # of the training inputs
         self._fixed: dict[str, Any] = {}  # inputs that are no tensors: captured by value
         self._outputs: Outputs | None = None
+        self._checkpoints = CheckpointWriter()
         self._batches: Batches | None = None
         self._foreign: list[weakref.ref[torch.Tensor]] = []  # tensors of the model that was given
         self._live_bytes: int | None = None  # of this rank, in the last metered step
@@ -491,15 +493,49 @@ class Parallel:
         return self.session.full_state_dict()
 
     @publishes_errors
-    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Write weights, buffers, optimizer state and the step into the folder ``path``, for this or any other plan.
-        Collective."""
-        save_checkpoint(self.session, path)
+    def save_checkpoint(
+        self,
+        run: str | os.PathLike[str],
+        *,
+        extra: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+        asynchronous: bool = False,
+    ) -> Path:
+        """Write all that continues the training into the folder ``run/step-<steps so far>``, and return that folder.
+
+        In it are weights (fp32 masters under mixed precision), buffers, optimizer state, step, loss scale, residuals of
+        codecs, the states of torch's, Python's and numpy's random generators, and the plan, as ``plan.json``. The
+        folder appears when everything is on disk, so whatever is killed meanwhile, the checkpoint before stays whole.
+
+        extra: what else to keep, by name: objects with ``state_dict`` (a learning rate scheduler, the loader), or
+        numbers, texts, tensors, and lists, tuples and mappings of them; those of rank 0 count. keep: the number of
+        checkpoints that stay in ``run``; None: all. asynchronous: return when the state is copied to the CPU, and write
+        while training goes on; the next call, or ``wait_for_checkpoint``, waits until it is complete, and raises what
+        went wrong. Collective; all ranks need the same folder. ValueError, on every rank, if it cannot be written.
+        """
+        return self._checkpoints.save(self.session, run, extra, keep, asynchronous)
 
     @publishes_errors
-    def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Continue from what ``save_checkpoint`` wrote, under this or another plan and number of ranks. Collective."""
-        load_checkpoint(self.session, path)
+    def wait_for_checkpoint(self) -> None:
+        """Return when the checkpoint that is being written is complete. Collective. ValueError, on every rank, if it
+        could not be written."""
+        self._checkpoints.wait()
+
+    @publishes_errors
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Continue from what ``save_checkpoint`` wrote, under this or another plan and number of ranks, and return what
+        was saved as ``extra``, states for objects.
+
+        path: a checkpoint's folder, or that of a run, whose newest complete checkpoint is taken. extra: objects whose
+        ``load_state_dict`` takes up the state that was saved under their name. Random generators go on where they were
+        if the number of ranks is as before; residuals of codecs if the plan is. Collective. ValueError, on every rank,
+        if nothing complete is there, if it is of another model, or if bytes have changed since (each block has a
+        checksum); after the last one, load another checkpoint before you train.
+        """
+        self._checkpoints.wait()
+        return load_checkpoint(self.session, path, extra)
 
 
 # ---- outputs of a model in training: captured and lowered once for each kind of inputs

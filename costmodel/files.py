@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["parse_document", "read_document", "write_atomically"]
+__all__ = ["parse_document", "read_document", "sync_folder", "write_atomically"]
 
 T = TypeVar("T")
 
@@ -30,6 +30,15 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes | memory
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def sync_folder(path: str | os.PathLike[str]) -> None:
+    """Flush the names in a folder to disk, so that files made or renamed there survive a loss of power."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def read_document(path: str | os.PathLike[str], parse: Callable[[str], T]) -> T:

@@ -79,9 +79,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         shared = [folder]
         dist.broadcast_object_list(shared)  # one folder for all
-        parallel.save_checkpoint(shared[0])
+        saved = parallel.save_checkpoint(shared[0])
         if main_rank:
-            print("checkpoint:", sorted(path.name for path in Path(shared[0]).iterdir()))
+            print("checkpoint:", sorted(path.name for path in saved.iterdir()))
         dist.barrier()
     dist.destroy_process_group()
 

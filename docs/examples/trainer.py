@@ -3,8 +3,6 @@ later run continues. Copy it and change it."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import Any
 
 import meshwright as mw
 import torch
-import torch.distributed as dist
 from torch.utils.data import Dataset
 
 
@@ -92,34 +89,16 @@ class Trainer:
         self.parallel.train()
         return sum(losses) / len(losses)
 
-    # ---- checkpoints: a folder each, complete when its ``training.json`` is there
+    # ---- checkpoints
 
     def save(self) -> Path:
         """Write a checkpoint of this step, and remove the oldest ones."""
-        folder = Path(self.arguments.folder) / f"step-{self.step:08d}"
-        if dist.get_rank() == 0 and folder.exists():
-            shutil.rmtree(folder)  # an attempt that was cut short
-        dist.barrier()
-        self.parallel.save_checkpoint(folder)
-        if dist.get_rank() == 0:
-            state = {"step": self.step, "schedule": self.schedule.state_dict(), "loader": self.loader.state_dict()}
-            state["schedule"].pop("lr_lambdas", None)  # a function, which the next run has itself
-            (folder / "training.part").write_text(json.dumps(state))
-            (folder / "training.part").rename(folder / "training.json")
-            for old in self._complete()[: -self.arguments.keep]:
-                shutil.rmtree(old)
-        dist.barrier()
-        return folder
-
-    def _complete(self) -> list[Path]:
-        return sorted(path.parent for path in Path(self.arguments.folder).glob("step-*/training.json"))
+        return self.parallel.save_checkpoint(self.arguments.folder, extra=self._extra(), keep=self.arguments.keep)
 
     def _resume(self) -> None:
-        found = self._complete()
-        if not found:
-            return
-        state = json.loads((found[-1] / "training.json").read_text())
-        self.parallel.load_checkpoint(found[-1])
-        self.schedule.load_state_dict({**self.schedule.state_dict(), **state["schedule"]})
-        self.loader.load_state_dict(state["loader"])
-        self.step = state["step"]
+        if mw.latest_checkpoint(self.arguments.folder) is not None:
+            saved = self.parallel.load_checkpoint(self.arguments.folder, extra=self._extra())
+            self.step = saved["step"]
+
+    def _extra(self) -> dict[str, Any]:
+        return {"schedule": self.schedule, "loader": self.loader, "step": self.step}

@@ -1,5 +1,5 @@
 """Checkpoints of a training session."""
 
-from .distributed import load_checkpoint, save_checkpoint
+from .training_state import CheckpointWriter, load_checkpoint, save_checkpoint
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["CheckpointWriter", "load_checkpoint", "save_checkpoint"]

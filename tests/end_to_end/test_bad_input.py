@@ -187,11 +187,11 @@ CASES: dict[str, tuple[Callable[[str], Any], str]] = {
             bind(net(norm=False)).save_checkpoint(Path(path).parent / "other"),
             bind().load_checkpoint(Path(path).parent / "other"),
         ),
-        r"other: has no 'norm.*another model",
+        r"other/step-00000000: has no 'norm.*another model",
     ),
     "checkpoint nowhere": (
         lambda path: bind().save_checkpoint("/proc/nowhere/checkpoint"),
-        r"/proc/nowhere/checkpoint: cannot be written",
+        r"/proc/nowhere/checkpoint/step-00000000: cannot be written",
     ),
     "checkpoint": (lambda path: bind().load_checkpoint(path + "-nowhere"), r"-nowhere: holds no checkpoint"),
 }

@@ -1,0 +1,325 @@
+"""The files of a checkpoint: one folder a step, complete or not there, and nothing in it is code.
+
+    RUN/step-00000042/manifest.json          format, step, facts, and of each tensor its dtype, shape and blocks
+                      plan.json              the plan that trained
+                      rank-0.safetensors     the blocks that rank 0 writes; other tools read them, too
+                      …
+
+A checkpoint is written in ``RUN/.step-00000042.partial``: each rank writes its file, then ``rank-0.json`` about it as
+its mark that it is through. Rank 0 waits for the marks of all, puts the manifest together, and renames the folder.
+Every file and folder is synced to disk before the step that relies on it. So whoever is killed, and when, the last
+complete checkpoint stays; the next save clears what was left behind. A checkpoint that replaces one of the same step
+moves that out of the way first, to ``.step-00000042.replaced``, which is found as long as the new one is not there.
+
+A block is the part [start, stop) of each dim of a tensor that lies in one file, with its CRC-32. Whoever needs a part
+of it reads the block, checks it, and copies: in memory are the tensors that are filled, and one block.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+import zlib
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...costmodel.files import parse_document, sync_folder, write_atomically
+
+__all__ = [
+    "Block", "Box", "Checkpoint", "StoredTensor", "commit", "discard", "fail_part",
+    "latest_checkpoint", "partial_folder", "prepare", "step_folder", "write_part",
+]  # fmt: skip
+
+FORMAT = "meshwright checkpoint"
+SCHEMA = 1
+MANIFEST = "manifest.json"
+MAX_DIMS = 64
+_STEP = re.compile(r"step-(\d{8,18})")
+_PART = re.compile(r"rank-(\d{1,7})\.safetensors")
+_POLL_S = 0.01
+_REMEDY = "load an earlier checkpoint"
+_CHUNK_BYTES = 2**24  # written, or given to the checksum, at once
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "C64": torch.complex64, "C128": torch.complex128, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+Box = tuple[tuple[int, int], ...]  # [start, stop) of each dim
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a tensor in a file. start: of its bytes in the file."""
+
+    file: str
+    start: int
+    crc32: int
+    box: Box
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint and the blocks that it consists of."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    blocks: tuple[Block, ...]
+
+
+def step_folder(run: str | os.PathLike[str], step: int) -> Path:
+    """The folder of a step's checkpoint."""
+    return Path(run) / f"step-{step:08d}"
+
+
+def latest_checkpoint(run: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint in the folder of a run; None if there is none."""
+    found = _complete(run)
+    return found[-1][1] if found else None
+
+
+def _complete(run: str | os.PathLike[str]) -> list[tuple[int, Path]]:
+    """(step, folder) of every complete checkpoint, by step."""
+    found: dict[int, Path] = {}
+    for path in sorted(Path(run).glob("*step-*"), reverse=True):  # "step-" before ".step-": not what it replaced
+        name = path.name.removeprefix(".").removesuffix(".replaced") if path.name.endswith(".replaced") else path.name
+        if (match := _STEP.fullmatch(name)) and (path / MANIFEST).is_file():
+            found.setdefault(int(match[1]), path)
+    return sorted(found.items())
+
+
+# ---- writing
+
+
+def _aside(folder: Path, suffix: str) -> Path:
+    return folder.with_name(f".{folder.name}.{suffix}")
+
+
+def partial_folder(folder: Path) -> Path:
+    """Where the checkpoint is until it is complete."""
+    return _aside(folder, "partial")
+
+
+def prepare(folder: Path) -> None:
+    """Make the place where a checkpoint is written, and clear what saves that were cut off have left. By rank 0."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.glob(".step-*"):
+        whole = folder.parent / left.name.removeprefix(".").removesuffix(".replaced")
+        if left.name.endswith((".partial", ".removed")) or (left.name.endswith(".replaced") and whole.is_dir()):
+            shutil.rmtree(left)
+    partial_folder(folder).mkdir()
+
+
+def write_part(folder: Path, rank: int, tensors: Iterable[tuple[str, tuple[int, ...], Box, torch.Tensor]]) -> None:
+    """Write this rank's blocks, (name, shape of the whole, box, values), and its mark. Raises OSError."""
+    blocks = [(name, shape, box, values.detach()) for name, shape, box, values in tensors]
+    partial, file = partial_folder(folder), f"rank-{rank}.safetensors"
+    header, at = dict[str, Any](), 0
+    for number, (name, _, box, values) in enumerate(blocks):
+        size = values.numel() * values.element_size()
+        header[f"{name}@{number}" if name in header else name] = {
+            "dtype": _NAMES[values.dtype], "shape": [stop - start for start, stop in box],
+            "data_offsets": [at, at + size],
+        }  # fmt: skip
+        at += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    entries, start = [], 8 + len(text)
+    with open(partial / file, "wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for name, shape, box, values in blocks:
+            crc, data = 0, memoryview(_as_bytes(values))
+            for k in range(0, len(data), _CHUNK_BYTES):
+                piece = data[k : k + _CHUNK_BYTES]
+                crc = zlib.crc32(piece, crc)
+                out.write(piece)
+            entries.append([name, _NAMES[values.dtype], list(shape), start, crc, [list(part) for part in box]])
+            start += len(data)
+        out.flush()
+        os.fsync(out.fileno())
+    write_atomically(partial / f"rank-{rank}.json", json.dumps({"file": file, "bytes": start, "blocks": entries}))
+
+
+def _as_bytes(values: torch.Tensor) -> Any:
+    """The bytes of a tensor: its own memory if that is contiguous and on the CPU."""
+    return values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def fail_part(folder: Path, rank: int) -> None:
+    """Tell rank 0 that this rank's part will not come: an empty file, for which a full disk has room as a rule."""
+    with suppress(OSError):
+        (partial_folder(folder) / f"rank-{rank}.failed").touch()
+
+
+def commit(folder: Path, facts: Mapping[str, Any], ranks: int, keep: int | None, waiting_s: float) -> None:
+    """Put the parts of all ranks together, and make the folder appear; then remove all but the newest ``keep``
+    checkpoints. By rank 0.
+
+    waiting_s: how long the next part may take to come. Raises OSError, TimeoutError among them.
+    """
+    partial, tensors, files = partial_folder(folder), dict[str, Any](), dict[str, int]()
+    seen = set[object]()
+    for rank in range(ranks):
+        mark, until = partial / f"rank-{rank}.json", time.monotonic() + waiting_s
+        while not mark.exists():
+            if (partial / f"rank-{rank}.failed").exists():
+                raise OSError(f"rank {rank} could not write its part")
+            if time.monotonic() > until:
+                raise TimeoutError(f"rank {rank} has not written its part in {partial} as rank 0 sees that folder")
+            time.sleep(_POLL_S)
+        part = json.loads(mark.read_text())
+        files[part["file"]] = part["bytes"]
+        for name, dtype, shape, start, crc, box in part["blocks"]:
+            blocks = tensors.setdefault(name, {"dtype": dtype, "shape": shape, "blocks": []})["blocks"]
+            if (key := (name, tuple(map(tuple, box)))) not in seen:  # a block that several ranks wrote counts once
+                seen.add(key)
+                blocks.append({"file": part["file"], "start": start, "crc32": crc, "box": box})
+    for rank in range(ranks):
+        (partial / f"rank-{rank}.json").unlink()
+    manifest = {"format": FORMAT, "schema": SCHEMA, "ranks": ranks, **facts, "files": files, "tensors": tensors}
+    write_atomically(partial / MANIFEST, json.dumps({**manifest, "crc32": _checksum(manifest)}))
+    sync_folder(partial)
+    if folder.exists():
+        os.rename(folder, _aside(folder, "replaced"))
+    os.rename(partial, folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(_aside(folder, "replaced"), ignore_errors=True)
+    for _, old in _complete(folder.parent)[:-keep] if keep else ():
+        gone = old.with_name(f".{old.name.removeprefix('.')}.removed")
+        os.rename(old, gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def _checksum(manifest: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest).encode())
+
+
+def discard(folder: Path) -> None:
+    """Remove what a save that failed has written. By rank 0."""
+    shutil.rmtree(partial_folder(folder), ignore_errors=True)
+
+
+# ---- reading
+
+
+class Checkpoint:
+    """A complete checkpoint, open for reading.
+
+    Raises ValueError in one line, for a folder without one or whose manifest is damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if not (self.path / MANIFEST).is_file():
+            if (self.path / ".metadata").is_file():
+                raise ValueError(
+                    f"{self.path}: is a checkpoint of an older version, whose metadata is a pickle, which is never "
+                    "read; load it with that version and save `full_state_dict()`"
+                )
+            newest = latest_checkpoint(path)
+            if newest is None:
+                raise ValueError(f"{self.path}: holds no checkpoint (no complete folder step-N)")
+            self.path = newest
+        try:
+            self._read(parse_document((self.path / MANIFEST).read_text(), "checkpoint", FORMAT, [SCHEMA], _REMEDY))
+        except OSError as error:
+            raise ValueError(f"{self.path / MANIFEST}: cannot be read: {error}") from error
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"{self.path / MANIFEST}: lacks a part or has another type ({error!r}); {_REMEDY}"
+            ) from error
+        except ValueError as error:
+            raise ValueError(f"{self.path / MANIFEST}: {str(error)[:300]}") from error
+
+    def _read(self, document: dict[str, Any]) -> None:
+        if document.pop("crc32") != _checksum(document):
+            raise ValueError(f"is not as it was written (checksum); {_REMEDY}")
+        self.facts = document
+        for name, kinds in (("extra", dict), ("groups", list), ("loss_scale", dict | None)):
+            if not isinstance(document[name], kinds):
+                raise ValueError(f"{name} is {str(document[name])[:40]!r}; {_REMEDY}")
+        self.step = _count(document["step"])
+        self.ranks = _count(document["ranks"])
+        sizes = {name: _count(size) for name, size in document["files"].items()}
+        for name, size in sizes.items():
+            if not _PART.fullmatch(name):
+                raise ValueError(f"file {name!r} is not named rank-N.safetensors")
+            real = (self.path / name).stat().st_size if (self.path / name).is_file() else None
+            if real != size:
+                raise ValueError(f"{name} has {'no' if real is None else real} bytes instead of {size}")
+        self.tensors = {name: _tensor(name, entry, sizes) for name, entry in document["tensors"].items()}
+
+    def fill(self, name: str, target: torch.Tensor, box: Box) -> None:
+        """Copy the part ``box`` of a stored tensor into ``target``, of that shape. Raises ValueError where bytes are
+        not those that were written, or a part is in no file."""
+        stored, filled = self.tensors[name], 0
+        for block in stored.blocks:
+            common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, block.box)]
+            if any(start >= stop for start, stop in common):
+                continue
+            if block.box == box and target.is_contiguous() and target.dtype == stored.dtype and target.is_cpu:
+                self._read_block(name, block, target)
+                return
+            values = torch.empty([stop - start for start, stop in block.box], dtype=stored.dtype)
+            self._read_block(name, block, values)
+            inside = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, block.box))
+            into = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, box))
+            target[into].copy_(values[inside])
+            filled += prod(stop - start for start, stop in common)
+        if filled != prod(stop - start for start, stop in box):
+            raise ValueError(f"{self.path}: parts of {name!r} are in no file")
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A stored tensor, whole, on the CPU."""
+        stored = self.tensors[name]
+        out = torch.empty(stored.shape, dtype=stored.dtype)
+        self.fill(name, out, tuple((0, size) for size in stored.shape))
+        return out
+
+    def _read_block(self, name: str, block: Block, values: torch.Tensor) -> None:
+        data, crc, read = memoryview(_as_bytes(values)), 0, 0
+        try:
+            with open(self.path / block.file, "rb", buffering=0) as file:
+                file.seek(block.start)
+                while read < len(data) and (got := file.readinto(data[read : read + _CHUNK_BYTES])):
+                    crc = zlib.crc32(data[read : read + got], crc)
+                    read += got
+        except OSError as error:
+            raise ValueError(f"{self.path / block.file}: cannot be read: {error}") from error
+        if read < len(data) or crc != block.crc32:
+            raise ValueError(
+                f"{self.path / block.file}: the bytes of {name!r} are not those that were written (checksum); {_REMEDY}"
+            )
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**62:
+        raise ValueError(f"{str(value)[:40]!r} is not a count")
+    return value
+
+
+def _tensor(name: str, entry: Mapping[str, Any], sizes: Mapping[str, int]) -> StoredTensor:
+    dtype, shape = _DTYPES[entry["dtype"]], tuple(_count(size) for size in entry["shape"])
+    if len(shape) > MAX_DIMS:
+        raise ValueError(f"{name!r} has {len(shape)} dims")
+    blocks = []
+    for one in entry["blocks"]:
+        box = tuple((_count(start), _count(stop)) for start, stop in one["box"])
+        start = _count(one["start"])
+        if len(box) != len(shape) or any(not a <= b <= size for (a, b), size in zip(box, shape)):
+            raise ValueError(f"a block of {name!r} lies outside of its shape")
+        if start + prod(b - a for a, b in box) * dtype.itemsize > sizes[one["file"]]:
+            raise ValueError(f"a block of {name!r} lies outside of {one['file']}")
+        blocks.append(Block(one["file"], start, _count(one["crc32"]), box))
+    if sum(prod(stop - start for start, stop in block.box) for block in blocks) != prod(shape):
+        raise ValueError(f"the blocks of {name!r} are not the whole tensor; {_REMEDY}")
+    return StoredTensor(dtype, shape, tuple(blocks))
