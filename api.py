@@ -255,6 +255,7 @@ def parallelize(
     outer_optimizer: OptimizerFactory | None = None,
     pad_to_multiple_of: int | None = None,
     check_capture: bool | None = None,
+    timeout_s: float | None = None,
 ) -> Parallel:
     """Train ``model`` in parallel on the ranks of this job (torchrun). Every rank calls this with the same arguments.
 
@@ -279,7 +280,9 @@ def parallelize(
     gradients and outputs are as without, and a model for which they would not be is refused
     (``compiler.frontend.padding``). check_capture: whether the model itself, run eagerly at a tiny batch, is compared
     with what was captured of it (loss and every gradient) before it is planned; None: where that takes less than a
-    second. Other arguments as in ``plan(..., executable=True)``.
+    second. timeout_s: how long a rank may give no sign of life, or stand still inside a step (thrice as long before the
+    first one is through), until it is named and all ranks end; None: $MESHWRIGHT_TIMEOUT_S, else 300. Other arguments
+    as in ``plan(..., executable=True)``.
 
     Raises ValueError for bad input (also if the number of ranks is not the plan's) and InfeasibleError if nothing fits.
     """
@@ -306,7 +309,7 @@ def parallelize(
         _check_beside_plan(plan, request)
     if data not in ("global", "local"):
         raise ValueError(f"data is 'global' or 'local', but got {data!r}")
-    ensure_initialized()
+    ensure_initialized(timeout_s)
     cluster = _cluster_of(mesh)
     with fail_together():  # a user's function may raise on one rank alone
         outer = None if outer_optimizer is None else optimizer_name(outer_optimizer)

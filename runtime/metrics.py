@@ -42,6 +42,7 @@ from ..compiler.text import bytes_text, seconds_text
 from ..costmodel.cluster import Cluster
 from ..costmodel.files import write_atomically
 from .profiling.trace import peak_bytes
+from .transport.progress import PROGRESS
 
 __all__ = ["MetricsLogger", "TrainingCallback", "metrics_writers"]
 
@@ -92,6 +93,7 @@ class MetricsLogger:
         _require_known(names, folder)
         self._parallel, self._every, self._rank = parallel, every, rank
         self._folder, self._names, self._callbacks = folder, names, list(callbacks)
+        PROGRESS.folder = folder
         self._tokens = tokens_per_step
         self._writers: list[Any] | None = None
         self._seconds, self._steps, self._last_s = 0.0, 0, math.nan

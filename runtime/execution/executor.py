@@ -29,6 +29,7 @@ from ..parameters.gradients import GradientReducer
 from ..profiling.trace import TimedComm, Trace, named
 from ..transport.cross_mesh import Incoming, Port
 from ..transport.process_groups import DistributedComm, PendingCollective
+from ..transport.progress import PROGRESS
 from .boundary_metadata import find_settled_sends
 from .chunk import BoundChunk, RankResources, Sends, StageTransport, bind_links
 from .replicas import ReplicaComm
@@ -149,7 +150,8 @@ class Executor:
         if not self.works:
             return None, {}
         assert self.comm is not None
-        self.context.step, self.context.unscale = step, 1 / loss_scale
+        PROGRESS.step = self.context.step = step
+        self.context.unscale = 1 / loss_scale
         mark, comm, reducer = self.trace.mark, self.comm, self.reducer if self.training else None
         self._refresh()
         self.loss.begin()

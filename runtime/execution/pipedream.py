@@ -38,6 +38,7 @@ from ...compiler.plan.boundaries import BoundaryMetadata
 from ...compiler.plan.plan import Plan
 from ..profiling.trace import Mark, named
 from ..transport.cross_mesh import Incoming, Port
+from ..transport.progress import PROGRESS
 from .chunk import BoundChunk, RankResources, Sends
 from .executor import Executor
 
@@ -161,7 +162,7 @@ class StashingExecutor(Executor):
         if not actions:
             return
         assert self.comm is not None
-        mark = self.trace.mark
+        mark, PROGRESS.step = self.trace.mark, step
         self._refresh()
         posted = self._posted(*actions[0])
         with use_context(self.context), torch.enable_grad():

@@ -34,6 +34,7 @@ from torch.profiler import record_function
 from ...compiler.ir.comm import Arrival, Comm
 from ...compiler.pipeline.measured import Span
 from ...costmodel.measured import RankTimes
+from ..transport.progress import PROGRESS
 
 __all__ = [
     "ActionTimes",
@@ -59,7 +60,9 @@ _NOTHING = nullcontext()
 
 
 def named(name: str) -> AbstractContextManager[Any]:
-    """A record under the name "meshwright …" in the trace of a ``torch.profiler``; nothing where none runs."""
+    """What this rank does now, for whoever waits for it; and a record under the name "meshwright …" in the trace of a
+    ``torch.profiler``, where one runs."""
+    PROGRESS.note(name)
     return record_function(f"meshwright {name}") if torch.autograd.profiler._is_profiler_enabled else _NOTHING
 
 

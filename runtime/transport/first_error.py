@@ -33,8 +33,12 @@ import torch
 import torch.distributed as dist
 
 from ..errors import PeerError, lost_peer
+from .progress import PROGRESS
 
-__all__ = ["FirstError", "first_error_of", "publish", "publishes_errors", "quote", "report_uncaught", "world_store"]
+__all__ = [
+    "FirstError", "first_error_of", "publish", "publish_through", "publishes_errors", "quote", "remember_rank0",
+    "report_uncaught", "world_store",
+]  # fmt: skip
 
 
 P = ParamSpec("P")
@@ -48,6 +52,7 @@ _LOST = re.compile(
     r"Connection closed by peer|Connection reset|Broken pipe|Timed out waiting|pair closure|gloo/transport"
 )
 
+_rank0: str | None = None  # its host and process: the store that tells them may be gone with it
 _published: bytes | None = None  # by this rank; withdrawn by its next call
 
 
@@ -116,7 +121,8 @@ def publishes_errors(method: Callable[P, T]) -> Callable[P, T]:
         if _published is not None:
             _withdraw()
         try:
-            return method(*args, **kwargs)
+            with PROGRESS.call(method.__name__):
+                return method(*args, **kwargs)
         except Exception as error:
             if first_error_of(error) is not None or not dist.is_initialized():
                 raise
@@ -170,6 +176,11 @@ def publish(error: BaseException) -> None:
     quote(error, first)
 
 
+def publish_through(store: Any, error: BaseException) -> None:
+    """Publish an error of this rank through a connection of the caller's, unless another was first."""
+    store.compare_set(_KEY, "", json.dumps(asdict(FirstError.of(error))))
+
+
 def _withdraw() -> None:
     """Take back what this rank published: the caller caught it and goes on."""
     global _published
@@ -194,20 +205,31 @@ def _read() -> FirstError | None:
 def _missing_ranks() -> tuple[int, ...]:
     """The ranks of this host whose processes are gone. A process that is ending closes its connections a little
     earlier."""
-    local: dict[int, int] = {}
+    processes = {} if _rank0 is None or dist.get_rank() == 0 else {0: _rank0}
     with suppress(RuntimeError, OSError):
         store = world_store()
         for rank in range(dist.get_world_size()):
             if rank != dist.get_rank() and store.check([f"{_PROCESS}/{rank}"]):
-                host, _, pid = store.get(f"{_PROCESS}/{rank}").decode().rpartition(" ")
-                if host == socket.gethostname():
-                    local[rank] = int(pid)
+                processes[rank] = store.get(f"{_PROCESS}/{rank}").decode()
+    local: dict[int, int] = {}
+    for rank, process in processes.items():
+        host, _, pid = process.rpartition(" ")
+        if host == socket.gethostname():
+            local[rank] = int(pid)
     for _ in range(20):
         if gone := tuple(rank for rank, pid in local.items() if _is_gone(pid)):
             return gone
         sleep(0.01)
     others = tuple(rank for rank in range(dist.get_world_size()) if rank != dist.get_rank())
     return others if len(others) == 1 else ()
+
+
+def remember_rank0(store: Any) -> bool:
+    """Read which process rank 0 is; False if it is not there yet."""
+    global _rank0
+    if found := store.check([f"{_PROCESS}/0"]):
+        _rank0 = store.get(f"{_PROCESS}/0").decode()
+    return bool(found)
 
 
 def _is_gone(pid: int) -> bool:
@@ -236,6 +258,9 @@ def report_uncaught() -> None:
         if first is None or os.environ.get("MESHWRIGHT_DEBUG"):
             before(kind, error, trace)
             return
+        if PROGRESS.told_why:  # the heartbeat has
+            return
+        PROGRESS.told_why = True
         print(_text(error, first), file=sys.stderr, end="", flush=True)
 
     hook.of_meshwright = True  # type: ignore[attr-defined]

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from ..collectives.worker import drain
 from ..errors import MissingRankError
 from .first_error import first_error_of, publish, report_uncaught, world_store
+from .heartbeat import begin_heartbeat, timeout_of
 
 __all__ = [
     "await_all_ranks",
@@ -70,12 +71,16 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def ensure_initialized() -> tuple[int, int]:
+def ensure_initialized(timeout_s: float | None = None) -> tuple[int, int]:
     """Join the world that torchrun describes in the environment, if this process has not; returns (rank, world size).
+
+    timeout_s: how long a rank may stand still (``heartbeat``); None: as asked before, else $MESHWRIGHT_TIMEOUT_S, else
+    300.
 
     Uncaught errors are printed as ``first_error`` says. NCCL where CUDA is available (one device per local rank), else
     Gloo with one compute thread unless OMP_NUM_THREADS says otherwise. Without torchrun it is a world of one.
     """
+    seconds = timeout_of(timeout_s)
     if not dist.is_initialized():
         local = int(os.environ.get("LOCAL_RANK", "0"))
         # Two ranks cannot share a device under NCCL
@@ -86,11 +91,13 @@ def ensure_initialized() -> tuple[int, int]:
             torch.set_num_threads(1)
         backend = "nccl" if cuda else "gloo"
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            dist.init_process_group(backend, timeout=_TIMEOUT)
+            # the heartbeat, which names who is lost, comes first
+            dist.init_process_group(backend, timeout=max(_TIMEOUT, timedelta(seconds=5 * seconds)))
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
     report_uncaught()
+    begin_heartbeat(seconds, is_asked=timeout_s is not None)
     return dist.get_rank(), dist.get_world_size()
 
 
