@@ -53,6 +53,10 @@ SECTIONS = (
     ),
     Section("growth", "How planning grows", "A GPT of width 1,024 on hosts of eight V100.", "search-growth.svg"),
     Section("replan", "Planning again after a change", "Processor seconds of the process less those of its start."),
+    Section(
+        "failures", "When a rank is killed or stopped",
+        "Seconds from the blow to one of three ranks until the others have named it and ended, with a time-out of 5 s.",
+    ),
     Section("quality", "Plans against other kinds of plans", "All under the same prices: their step over ours."),
     Section("bruteforce", "The search against all plans there are", "Tiny random instances, every plan document."),
     Section("accuracy", "Predicted against measured", "Every prediction is made before its plan runs."),

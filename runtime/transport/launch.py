@@ -29,6 +29,7 @@ from ..collectives.worker import drain
 from ..errors import MissingRankError
 from .first_error import first_error_of, publish, report_uncaught, world_store
 from .heartbeat import begin_heartbeat, timeout_of
+from .restarts import store_of_attempt
 
 __all__ = [
     "await_all_ranks",
@@ -91,8 +92,11 @@ def ensure_initialized(timeout_s: float | None = None) -> tuple[int, int]:
             torch.set_num_threads(1)
         backend = "nccl" if cuda else "gloo"
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            # the heartbeat, which names who is lost, comes first
-            dist.init_process_group(backend, timeout=max(_TIMEOUT, timedelta(seconds=5 * seconds)))
+            timeout = max(
+                _TIMEOUT, timedelta(seconds=5 * seconds)
+            )  # the heartbeat, which names who is lost, comes first
+            store, rank, world_size = store_of_attempt(timeout) or (None, -1, -1)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
