@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from ...costmodel.files import parse_document, sync_folder, write_atomically
+from .safetensors import DTYPE_NAMES, DTYPES, as_bytes, header
 
 __all__ = [
     "Block", "Box", "Checkpoint", "StoredTensor", "commit", "discard", "fail_part",
@@ -48,12 +49,6 @@ _PART = re.compile(r"rank-(\d{1,7})\.safetensors")
 _POLL_S = 0.01
 _REMEDY = "load an earlier checkpoint"
 _CHUNK_BYTES = 2**24  # written, or given to the checksum, at once
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "C64": torch.complex64, "C128": torch.complex128, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 Box = tuple[tuple[int, int], ...]  # [start, stop) of each dim
 
 
@@ -123,35 +118,21 @@ def write_part(folder: Path, rank: int, tensors: Iterable[tuple[str, tuple[int, 
     """Write this rank's blocks, (name, shape of the whole, box, values), and its mark. Raises OSError."""
     blocks = [(name, shape, box, values.detach()) for name, shape, box, values in tensors]
     partial, file = partial_folder(folder), f"rank-{rank}.safetensors"
-    header, at = dict[str, Any](), 0
-    for number, (name, _, box, values) in enumerate(blocks):
-        size = values.numel() * values.element_size()
-        header[f"{name}@{number}" if name in header else name] = {
-            "dtype": _NAMES[values.dtype], "shape": [stop - start for start, stop in box],
-            "data_offsets": [at, at + size],
-        }  # fmt: skip
-        at += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    entries, start = [], 8 + len(text)
+    begin = header((name, values.dtype, [stop - start for start, stop in box]) for name, _, box, values in blocks)
+    entries, start = [], len(begin)
     with open(partial / file, "wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
+        out.write(begin)
         for name, shape, box, values in blocks:
-            crc, data = 0, memoryview(_as_bytes(values))
+            crc, data = 0, memoryview(as_bytes(values))
             for k in range(0, len(data), _CHUNK_BYTES):
                 piece = data[k : k + _CHUNK_BYTES]
                 crc = zlib.crc32(piece, crc)
                 out.write(piece)
-            entries.append([name, _NAMES[values.dtype], list(shape), start, crc, [list(part) for part in box]])
+            entries.append([name, DTYPE_NAMES[values.dtype], list(shape), start, crc, [list(part) for part in box]])
             start += len(data)
         out.flush()
         os.fsync(out.fileno())
     write_atomically(partial / f"rank-{rank}.json", json.dumps({"file": file, "bytes": start, "blocks": entries}))
-
-
-def _as_bytes(values: torch.Tensor) -> Any:
-    """The bytes of a tensor: its own memory if that is contiguous and on the CPU."""
-    return values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def fail_part(folder: Path, rank: int) -> None:
@@ -286,7 +267,7 @@ class Checkpoint:
         return out
 
     def _read_block(self, name: str, block: Block, values: torch.Tensor) -> None:
-        data, crc, read = memoryview(_as_bytes(values)), 0, 0
+        data, crc, read = memoryview(as_bytes(values)), 0, 0
         try:
             with open(self.path / block.file, "rb", buffering=0) as file:
                 file.seek(block.start)
@@ -308,7 +289,7 @@ def _count(value: Any) -> int:
 
 
 def _tensor(name: str, entry: Mapping[str, Any], sizes: Mapping[str, int]) -> StoredTensor:
-    dtype, shape = _DTYPES[entry["dtype"]], tuple(_count(size) for size in entry["shape"])
+    dtype, shape = DTYPES[entry["dtype"]], tuple(_count(size) for size in entry["shape"])
     if len(shape) > MAX_DIMS:
         raise ValueError(f"{name!r} has {len(shape)} dims")
     blocks = []

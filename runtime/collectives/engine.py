@@ -11,10 +11,12 @@ those of the next calls are posted as soon as the buffer of this one is empty.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
+from ..errors import PeerError
 from .channel import Channel
 from .device_schedule import CLOSE, GATHER, KEEP, PUT, ReceivedChunk, device_schedule
 from .rounds import CollectiveSchedule
@@ -113,10 +115,12 @@ class CollectiveRun:
         return self.channel.receive(buffer, arrival.peer, self.tag + arrival.tag)
 
     def _stand_again(self, index: int) -> None:
-        """Post the receive for a later call, and that of the buffer in which the sum was gathered until now."""
+        """Post the receive for a later call, and that of the buffer in which the sum was gathered until now. A peer
+        that is gone by then has sent its part of this call: the later one fails."""
         arrivals = self.passage.arrivals
-        for number in (self._held, index) if arrivals[index].action == CLOSE else (index,):
-            self._works[number] = self._post(arrivals[number], self._landing[number])
+        with suppress(PeerError):  # which the channel keeps
+            for number in (self._held, index) if arrivals[index].action == CLOSE else (index,):
+                self._works[number] = self._post(arrivals[number], self._landing[number])
 
     def _ahead_of(self, index: int, target: torch.Tensor) -> None:
         """Post the receives up to a few beyond ``index``, as far as their places are free."""

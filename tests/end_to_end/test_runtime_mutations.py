@@ -135,8 +135,8 @@ def other_masks(patch: Patch) -> None:
     patch.setattr(local_ops, "_Dropout", Drawn)
 
 
-def shifted_state(original: Any, held: Any, path: Any) -> None:
-    original(held, path)
+def shifted_state(original: Any, held: Any, path: Any, extra: Any) -> None:
+    original(held, path, extra)
     for state in held.optimizer.state.values():
         state["momentum_buffer"].copy_(state["momentum_buffer"].flatten().roll(1).view_as(state["momentum_buffer"]))
 

@@ -159,6 +159,28 @@ def without_one(rank, folder, name, seconds):
     os._exit(0)  # such a group cannot be left in good order
 
 
+def last_part(name):
+    """Two sums; before the second its peers are made to look gone to whoever posts a receive. Its result, and what the
+    third one says."""
+    channel = _own_channel()
+    one = DenseSum(channel, 8, torch.float32, name)
+    one.start(torch.ones(8)).wait()
+    dist.barrier()
+
+    def gone(x, peer, tag):
+        raise channel._failed(peer, "a message from it", RuntimeError("Connection closed by peer"))
+
+    channel.receive = gone
+    x = torch.full((8,), channel.rank + 1.0)
+    one.start(x).wait()
+    dist.barrier()
+    try:
+        one.start(torch.ones(8)).wait()
+    except PeerError as error:
+        return x.tolist(), str(error)
+    return x.tolist(), ""
+
+
 def serve(staleness):
     """A quadratic problem: rank 0 serves and works, rank 1 is fast, rank 2 slow. The server's largest lead, values and
     number of updates; a worker's last values."""

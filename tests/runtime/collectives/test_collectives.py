@@ -14,7 +14,7 @@ from meshwright.runtime.collectives.parameter_server import Server
 from meshwright.runtime.collectives.rounds import ALGORITHMS, HIERARCHICAL, schedule_of, spans_of
 from meshwright.runtime.collectives.worker import LANES
 
-from tests.support.collective_checks import all_reduces, large, others, refusals, serve, without_one
+from tests.support.collective_checks import all_reduces, large, last_part, others, refusals, serve, without_one
 from tests.support.message_rounds import played
 from tests.support.paths import DOCS
 
@@ -128,6 +128,14 @@ def test_refusals(ranks):
     assert len(said) == len(wanted)
     for message, pattern in zip(said, wanted):
         assert re.search(pattern, message)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["ring", "recursive_doubling"])
+def test_what_has_arrived_is_a_result(ranks, name):
+    for values, said in ranks.run(3, last_part, name):
+        assert values == [6.0] * 8
+        assert "got nothing from or through to rank" in said
 
 
 @pytest.mark.parametrize("name", ["ring", "recursive_doubling"])
