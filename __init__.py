@@ -18,14 +18,16 @@ if TYPE_CHECKING:
     from meshwright.compiler.verification import verify
     from meshwright.costmodel.cluster import Cluster, Mesh
     from meshwright.parallel import Parallel
-    from meshwright.runtime.checkpoint.storage import latest_checkpoint
+    from meshwright.runtime.checkpoint.safetensors import open_safetensors
+    from meshwright.runtime.checkpoint.storage import export_safetensors, latest_checkpoint
     from meshwright.runtime.data_loading import distributed_loader
     from meshwright.runtime.metrics import MetricsLogger
     from meshwright.runtime.profiling.cluster_profile import profile
 
 __all__ = [
     "Cluster", "InfeasibleError", "Mesh", "MetricsLogger", "Parallel", "Plan", "diff", "distributed_loader",
-    "latest_checkpoint", "opaque", "parallelize", "pareto", "plan", "profile", "simulate", "verify",
+    "export_safetensors", "latest_checkpoint", "opaque", "open_safetensors",
+    "parallelize", "pareto", "plan", "profile", "simulate", "verify",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -52,8 +54,10 @@ _HOMES = {
     "Plan": "compiler.plan.plan",
     "diff": "compiler.report.difference",
     "distributed_loader": "runtime.data_loading",
+    "export_safetensors": "runtime.checkpoint.storage",
     "latest_checkpoint": "runtime.checkpoint.storage",
     "opaque": "compiler.frontend.opaque_modules",
+    "open_safetensors": "runtime.checkpoint.safetensors",
     "parallelize": "api",
     "pareto": "api",
     "plan": "api",

@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -115,22 +115,22 @@ def _tensor(data: Any, start: int, size: int, entry: Mapping[str, Any]) -> torch
 # ---- writing
 
 
-def write_safetensors(checkpoint: Any, folder: str | os.PathLike[str], max_file_bytes: int = 5 * 10**9) -> list[Path]:
-    """Write the weights and buffers of a ``storage.Checkpoint`` into ``folder``, by the names of the model; the files.
+def write_safetensors(
+    folder: str | os.PathLike[str], entries: Sequence[_Entry], values: Callable[[str], torch.Tensor], max_bytes: int
+) -> list[Path]:
+    """Write these tensors into ``folder``, one in memory at a time; the files.
 
-    One is ``model.safetensors``; several, of at most ``max_file_bytes`` where a tensor is not larger, have an index.
-    OSError where they cannot be written: a file appears whole or not at all, the index last.
+    One is ``model.safetensors``; several, of at most ``max_bytes`` where no tensor is larger, have an index. OSError
+    where they cannot be written: a file appears whole or not at all, the index last.
     """
-    names = [name for name in checkpoint.tensors if name.startswith("model.")]
-    files: list[list[str]] = [[]]
+    files: list[list[_Entry]] = [[]]
     used = 0
-    for name in names:
-        stored = checkpoint.tensors[name]
-        size = prod(stored.shape) * stored.dtype.itemsize
-        if files[-1] and used + size > max_file_bytes:
+    for entry in entries:
+        size = prod(entry[2]) * entry[1].itemsize
+        if files[-1] and used + size > max_bytes:
             files.append([])
             used = 0
-        files[-1].append(name)
+        files[-1].append(entry)
         used += size
     Path(folder).mkdir(parents=True, exist_ok=True)
     written, weight_map, total = list[Path](), dict[str, str](), 0
@@ -138,24 +138,16 @@ def write_safetensors(checkpoint: Any, folder: str | os.PathLike[str], max_file_
         file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         partial = Path(folder) / f".{file}.partial"
         with open(partial, "wb") as out:
-            total += _write_file(out, checkpoint, inside)
+            out.write(header(inside))
+            for name, *_ in inside:
+                total += out.write(memoryview(as_bytes(values(name))))
+            out.flush()
             os.fsync(out.fileno())
         os.replace(partial, Path(folder) / file)
         written.append(Path(folder) / file)
-        weight_map |= {name.removeprefix("model."): file for name in inside}
+        weight_map |= {name: file for name, *_ in inside}
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_atomically(Path(folder) / INDEX, json.dumps(index, indent=1))
         written.append(Path(folder) / INDEX)
     return written
-
-
-def _write_file(out: IO[bytes], checkpoint: Any, names: Sequence[str]) -> int:
-    """Write these tensors; their bytes."""
-    stored = [checkpoint.tensors[name] for name in names]
-    out.write(header((name.removeprefix("model."), one.dtype, one.shape) for name, one in zip(names, stored)))
-    total = 0
-    for name in names:
-        total += out.write(memoryview(as_bytes(checkpoint.whole(name))))
-    out.flush()
-    return total

@@ -33,10 +33,10 @@ from typing import Any
 import torch
 
 from ...costmodel.files import parse_document, sync_folder, write_atomically
-from .safetensors import DTYPE_NAMES, DTYPES, as_bytes, header
+from .safetensors import DTYPE_NAMES, DTYPES, as_bytes, header, write_safetensors
 
 __all__ = [
-    "Block", "Box", "Checkpoint", "StoredTensor", "commit", "discard", "fail_part",
+    "Block", "Box", "Checkpoint", "StoredTensor", "commit", "discard", "export_safetensors", "fail_part",
     "latest_checkpoint", "partial_folder", "prepare", "step_folder", "write_part",
 ]  # fmt: skip
 
@@ -280,6 +280,24 @@ class Checkpoint:
             raise ValueError(
                 f"{self.path / block.file}: the bytes of {name!r} are not those that were written (checksum); {_REMEDY}"
             )
+
+
+def export_safetensors(
+    checkpoint: str | os.PathLike[str], folder: str | os.PathLike[str], max_file_bytes: int = 5 * 10**9
+) -> list[Path]:
+    """Write the weights and buffers of a checkpoint, or of the newest in a run's folder, as Hugging Face's
+    ``from_pretrained`` reads them: whole tensors by the names of the model, in files of at most ``max_file_bytes``.
+
+    No ranks are needed, and memory for one tensor. Returns the files. ValueError for what is no checkpoint or damaged,
+    OSError where files cannot be written.
+    """
+    stored, start = Checkpoint(checkpoint), "model."
+    entries = [
+        (name.removeprefix(start), one.dtype, one.shape)
+        for name, one in stored.tensors.items()
+        if name.startswith(start)
+    ]
+    return write_safetensors(folder, entries, lambda name: stored.whole(start + name), max_file_bytes)
 
 
 def _count(value: Any) -> int:
