@@ -291,6 +291,7 @@ def parallelize(
     from .runtime.parameters.optimizer import optimizer_name
     from .runtime.transport.error_propagation import fail_together
     from .runtime.transport.launch import ensure_initialized
+    from .runtime.transport.progress import PROGRESS
 
     automatic_delay = delay == "auto"
     if isinstance(delay, str) and (not automatic_delay or local_steps > 1):
@@ -311,7 +312,7 @@ def parallelize(
         raise ValueError(f"data is 'global' or 'local', but got {data!r}")
     ensure_initialized(timeout_s)
     cluster = _cluster_of(mesh)
-    with fail_together():  # a user's function may raise on one rank alone
+    with PROGRESS.call("parallelize"), fail_together():  # a user's function may raise on one rank alone
         outer = None if outer_optimizer is None else optimizer_name(outer_optimizer)
         if optimizer is not None:
             request = replace(request, optimizer=optimizer_name(optimizer))

@@ -46,6 +46,7 @@ from ..errors import MissingRankError
 from ..transport.error_propagation import broadcast_from_rank0, fail_together, raise_on_all_ranks
 from ..transport.first_error import world_store
 from ..transport.launch import await_all_ranks, ensure_initialized, missing_ranks
+from ..transport.progress import PROGRESS
 from . import probes as over_ranks
 from .message_probes import PACE_S
 from .probes import COLLECTIVES, OWN_ALGORITHMS, ROOTED_COLLECTIVES, ConcurrentGroups, Ranks
@@ -67,6 +68,7 @@ _CODES = tuple(name for name, codec in CODECS.items() if codec.lossy and codec.d
 _MAX_BYTES = {"cpu": 64 * MIB, "cuda": 512 * MIB}
 
 
+@PROGRESS.call("profile")
 def profile(
     mesh: DeviceMesh | Mesh | Cluster | None = None,
     *,

@@ -4,7 +4,8 @@ A killed process closes its connections, which its peers notice at once (``first
 host is cut off, or that waits for something that never comes, closes none. So a thread of each rank writes a beat into
 the store in which the ranks met: a count, and what its rank does. Rank 0 reads the beats of all, the others that of
 rank 0. If a beat stays away for ``timeout_s``, or a rank is in the same action of a step for so long (three times so
-long before its first step is through), one rank writes a verdict. Every rank that reads it writes its action and the
+long before its first step is through), one rank writes a verdict; not while it is in the caller's own code, where it
+waits for nobody, so that a rank may end before the others. Every rank that reads a verdict writes its action and the
 Python stacks of its threads to ``hang/rank-N.txt`` in the run's folder, prints one line, and ends its process: a thread
 cannot wake another from a collective.
 """
@@ -104,7 +105,7 @@ class _Heartbeat(threading.Thread):
         """End the job if the store cannot be reached: a call of it may wait for ever."""
         while not self.over.wait(self._interval_s) and self._is_of_this_world():
             silent_s = time.monotonic() - self.contact
-            if silent_s > self.timeout_s + 2 * self._interval_s:
+            if PROGRESS.calls and silent_s > self.timeout_s + 2 * self._interval_s:
                 where = "the store in which the ranks met, as a rule in rank 0 or on its host,"
                 self._end_job(
                     f"{where} gives no answer for {silent_s:.0f} s (stopped, or its host cut off)", quiet=True
@@ -132,11 +133,13 @@ class _Heartbeat(threading.Thread):
         for rank, (last, when) in self.seen.items():
             beat = self._beat_of(rank)
             self.seen[rank] = (beat, now) if beat != last else (last, when)
+        if not PROGRESS.calls:
+            return None
         lost = [rank for rank, (_, when) in self.seen.items() if now - when > self.timeout_s]
         if lost:
             return self._decided(self._lost(lost[0], now - self.seen[lost[0]][1]))
         times = FIRST_STEP if PROGRESS.steps == 0 else 1
-        if PROGRESS.calls and PROGRESS.calls[-1] in _STEPS and now - self.moved > times * self.timeout_s:
+        if PROGRESS.calls[-1] in _STEPS and now - self.moved > times * self.timeout_s:
             return self._decided(self._stuck())
         return None
 

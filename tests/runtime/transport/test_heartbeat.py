@@ -94,3 +94,21 @@ def test_the_time_out_is_asked_or_in_the_environment(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("MESHWRIGHT_TIMEOUT_S", "soon")
     with pytest.raises(ValueError, match=r"MESHWRIGHT_TIMEOUT_S is the seconds .*, but got 'soon'"):
         timeout_of(None)
+
+
+def end_apart() -> int:
+    """Rank 1 stops beating, as one that has ended, while rank 0 is in its own code for longer than the time-out."""
+    from meshwright.runtime.transport import heartbeat
+
+    ensure_initialized(0.5)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        heartbeat._end()
+    time.sleep(1.5)
+    dist.barrier()
+    return dist.get_rank()
+
+
+@pytest.mark.ranks
+def test_a_rank_may_end_before_the_others(ranks) -> None:  # type: ignore[no-untyped-def]
+    assert ranks.run(2, end_apart) == [0, 1]
