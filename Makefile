@@ -21,7 +21,7 @@ export OMP_NUM_THREADS ?= 1
 # Each fresh process would compile the whole package again, some half a second.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help venv demo test lint format bench measured zoo rules page docs wheel clean
+.PHONY: help venv demo test lint format bench fuzz measured zoo rules page docs wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -59,6 +59,9 @@ bench: $(READY)  ## run every benchmark, one after another; tables under out/, f
 	mkdir -p out
 	for script in $(filter-out benchmarks/measured.py benchmarks/zoo.py,$(sort $(wildcard benchmarks/*.py))); do \
 		echo "== $$script"; $(PYTHON) $$script | tee out/$$(basename $$script .py).txt; done
+
+fuzz: $(READY)  ## read 10,000 damaged and hostile files of every kind; each is refused in one line
+	$(PYTHON) benchmarks/fuzz.py
 
 measured: $(READY)  ## make docs/measured.md and README's table of the benchmarks' figures
 	$(PYTHON) benchmarks/measured.py

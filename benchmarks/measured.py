@@ -57,6 +57,11 @@ SECTIONS = (
         "failures", "When a rank is killed or stopped",
         "Seconds from the blow to one of three ranks until the others have named it and ended, with a time-out of 5 s.",
     ),
+    Section(
+        "fuzz", "Damaged and hostile files",
+        "Files in which one thing is wrong, read by commands and loaders: anything but one line of refusal, and more "
+        "than ten times a file's bytes of memory, is a fault.",
+    ),
     Section("quality", "Plans against other kinds of plans", "All under the same prices: their step over ours."),
     Section("bruteforce", "The search against all plans there are", "Tiny random instances, every plan document."),
     Section("accuracy", "Predicted against measured", "Every prediction is made before its plan runs."),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["parse_document", "read_document", "sync_folder", "write_atomically"]
+__all__ = ["parse_document", "parse_json", "read_document", "sync_folder", "write_atomically"]
 
 T = TypeVar("T")
 
@@ -53,16 +53,30 @@ def read_document(path: str | os.PathLike[str], parse: Callable[[str], T]) -> T:
         raise ValueError(f"{os.fspath(path)}: {error}") from error
 
 
+def parse_json(text: str, what: str) -> Any:
+    """The value that JSON ``text`` is. ValueError where it breaks off, or is nested or has digits beyond all measure.
+    what: its name for people, such as "plan"."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        fault = f"breaks off or is corrupt ({error})"
+    except RecursionError:
+        fault = "is nested too deeply to be read"
+    except ValueError:  # more digits than Python converts
+        fault = "has a number of thousands of digits"
+    raise ValueError(f"a {what} is a JSON document, but it {fault}")
+
+
 def parse_document(text: str, what: str, form: str, schemas: Sequence[int], remedy: str) -> dict[str, Any]:
     """The JSON object that ``text`` is, with "format" ``form`` and one of these "schema" numbers; ValueError on any
     other document. ``what``: its name for people; ``remedy``: what to do about a corrupt or outdated one."""
     try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"a {what} is a JSON document, but it breaks off or is corrupt ({error}); {remedy}") from None
+        data = parse_json(text, what)
+    except ValueError as error:
+        raise ValueError(f"{error}; {remedy}") from None
     if not isinstance(data, dict) or data.get("format") != form:
         raise ValueError(f"a {what} has format {form!r}, but this document has none of it; is it another file?")
     if data.get("schema") not in schemas:
         known = f"schema{'s' * (len(schemas) > 1)} {' and '.join(map(str, schemas))}"
-        raise ValueError(f"this release reads {what} {known}, but got {data.get('schema')!r}; {remedy}")
+        raise ValueError(f"this release reads {what} {known}, but got {str(data.get('schema'))[:40]}; {remedy}")
     return data

@@ -22,15 +22,27 @@ from math import inf
 from pathlib import Path
 from statistics import median, median_low
 from time import perf_counter
-from typing import Any
 
 import torch
 
-from .files import read_document, write_atomically
+from . import forms
+from .files import parse_document, read_document, write_atomically
 
 __all__ = ["Agree", "Engine", "ProfileState", "Progress", "Task", "TaskRecord", "Visit", "out_of_memory"]
 
 FORMAT, SCHEMA = "meshwright-profile-state", 1
+_STATE = forms.record(
+    {
+        "format": forms.text,
+        "schema": forms.whole(),
+        "about": forms.text,
+        "skipped": forms.table(forms.text),
+        "records": forms.table(
+            forms.record({"visits": forms.listed(forms.listed(forms.number)), "samples": forms.whole()})
+        ),
+    }
+)
+_REMEDY = "delete it or profile without resuming"
 NO_TIME = "the budget ended before it"
 _SAVE_EVERY_S = 2.0
 _SAMPLES_AHEAD, _MOST_GROWTH = 4.0, 16.0  # a visit makes about so many calls; small sizes tell little of large ones
@@ -87,20 +99,11 @@ class ProfileState:
     @staticmethod
     def from_json(text: str) -> ProfileState:
         """The inverse of ``to_json``; ValueError on a corrupt or foreign document."""
-        try:
-            data: Any = json.loads(text)
-            if data["format"] != FORMAT or data["schema"] != SCHEMA:
-                raise KeyError(f"{FORMAT} {SCHEMA}")
-            records = {
-                str(key): TaskRecord([[float(x) for x in visit] for visit in entry["visits"]], int(entry["samples"]))
-                for key, entry in data["records"].items()
-            }
-            return ProfileState(str(data["about"]), records, {str(k): str(v) for k, v in data["skipped"].items()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"an interrupted profile is a JSON document of format {FORMAT!r}, but this is none ({error!r}); "
-                "delete it or profile without resuming"
-            ) from None
+        data = parse_document(text, "profile that was interrupted", FORMAT, [SCHEMA], _REMEDY)
+        if faults := forms.shown(_STATE("", data)):
+            raise ValueError(f"{faults}; {_REMEDY}")
+        records = {key: TaskRecord(entry["visits"], entry["samples"]) for key, entry in data["records"].items()}
+        return ProfileState(data["about"], records, data["skipped"])
 
     def save(self, path: str | Path) -> None:
         """Write to ``path``: complete or not at all."""

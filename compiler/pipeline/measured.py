@@ -14,12 +14,13 @@ first rank began.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import isfinite
 from typing import Any
+
+from ...costmodel.files import parse_json, read_document
+from ...costmodel.forms import limited, listed, maybe, number, record, shown, text, whole
 
 __all__ = ["MeasuredStep", "RankSpans", "Span"]
 
@@ -49,6 +50,18 @@ class RankSpans:
     spans: tuple[Span, ...]
     #: the most memory that its process or device has held
     peak_bytes: int = 0
+
+
+def _span(path: str, value: Any) -> Iterator[str]:
+    if not isinstance(value, list) or len(value) != 7:
+        yield f"{path} is a list of a name and six times, but got {str(value)[:60]}"
+        return
+    yield from text(f"{path}[0]", value[0])
+    yield from listed(limited(1e12, -1e12))(f"{path}[1:]", value[1:])
+
+
+_RANK = record({"rank": whole(), "stage": maybe(whole()), "peak_bytes": whole(), "spans": listed(_span)})
+_TRACE = record({"version": whole(), "model": text, "step_s": number, "ranks": listed(_RANK)})
 
 
 @dataclass(frozen=True)
@@ -100,28 +113,18 @@ class MeasuredStep:
                 f"a trace is a JSON object of version {VERSION}, as Parallel.trace writes it, but got another "
                 "document; measure again"
             )
-        try:
-            ranks = tuple(
-                RankSpans(
-                    int(rank["rank"]),
-                    None if rank["stage"] is None else int(rank["stage"]),
-                    tuple(Span(str(span[0]), *map(float, span[1:7])) for span in rank["spans"]),
-                    int(rank["peak_bytes"]),
-                )
+        if faults := shown(_TRACE("", data)):
+            raise ValueError(f"the trace does not follow its format: {faults}; measure again")
+        return cls(
+            data["model"],
+            data["step_s"],
+            tuple(
+                RankSpans(rank["rank"], rank["stage"], tuple(Span(*span) for span in rank["spans"]), rank["peak_bytes"])
                 for rank in data["ranks"]
-            )
-            step = cls(str(data["model"]), float(data["step_s"]), ranks)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise ValueError(f"the trace does not follow its format: {type(error).__name__}: {error}") from error
-        if not all(isfinite(s) for rank in ranks for span in rank.spans for s in (span.start_s, span.end_s)):
-            raise ValueError("the spans of a trace have finite times, but got one that has not; measure again")
-        return step
+            ),
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> MeasuredStep:
         """Read a document that ``Parallel.trace`` wrote. Raises ValueError that names the file and the fault."""
-        try:
-            with open(path, encoding="utf-8") as file:
-                return cls.from_json(json.load(file))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{os.fspath(path)}: {error}") from error
+        return read_document(path, lambda text: cls.from_json(parse_json(text, "trace")))

@@ -31,6 +31,7 @@ from ...costmodel.forms import (
     text,
     whole,
 )  # fmt: skip
+from ..ir.precision import PRECISIONS
 from ..ir.spec import parse_pair, parse_spec
 
 __all__ = ["Seal", "document_faults", "sealed"]
@@ -80,9 +81,10 @@ _PROVENANCE = {
 _PLAN = record(
     {
         "version": anything, "model": text, "model_ops": table(whole(1)), "cluster": table(anything),
-        "global_batch": whole(1), "microbatches": whole(1), "schedule": text, "optimizer": text, "precision": text,
-        "codes": table(text), "layers": listed(text), "stages": listed(_STAGE), "transfers": listed(_TRANSFER),
-        "prediction": _PREDICTION, "provenance": table(anything),
+        "global_batch": whole(1), "microbatches": whole(1), "schedule": text, "optimizer": text,
+        "precision": choice("model", *PRECISIONS), "codes": table(text), "layers": listed(text),
+        "stages": listed(_STAGE), "transfers": listed(_TRANSFER), "prediction": _PREDICTION,
+        "provenance": table(anything),
     },
     {"outline": table(anything), "seal": _SEAL},
 )  # fmt: skip

@@ -32,7 +32,7 @@ from itertools import accumulate
 from typing import Any
 
 from ...costmodel.cluster import Cluster
-from ...costmodel.files import read_document, write_atomically
+from ...costmodel.files import parse_json, read_document, write_atomically
 from ...costmodel.forms import shown
 from ..ir.graph import Graph
 from ..ir.spec import Pair, Spec, parse_pair, parse_spec, spec_text
@@ -564,7 +564,7 @@ class Plan:
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a document that ``save`` wrote or a person edited. Raises ValueError that names the file and the
         fault."""
-        return read_document(path, lambda text: cls.from_json(_parsed(text)))
+        return read_document(path, lambda text: cls.from_json(parse_json(text, "plan")))
 
     # ---- validation
 
@@ -584,13 +584,6 @@ class Plan:
         is ``validation.validate``, which also compares a plan with its model and its cluster."""
         faults: list[str] = method("check")(self)
         return faults
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not a whole JSON document ({error}); was the file truncated?") from error
 
 
 def _brief(data: Any) -> str:

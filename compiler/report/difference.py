@@ -21,7 +21,7 @@ from typing import Any
 
 from ...costmodel.cluster import Cluster
 from ...costmodel.comparison import changes
-from ...costmodel.files import read_document
+from ...costmodel.files import parse_json, read_document
 from ...costmodel.forms import maybe, number, positive, text, whole
 from ...costmodel.memory import usable_bytes
 from ..intra_op.stage_cost import STEP_CAUSES
@@ -395,10 +395,7 @@ def read_side(what: str) -> Plan | Cluster | Mapping[str, Any]:
 def _read(content: str) -> Plan | Cluster | Mapping[str, Any]:
     if '"meshwright-cluster"' in content[:60]:  # a plan has its cluster further on
         return Cluster.from_json(content)
-    try:
-        document = json.loads(content)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not a whole JSON document ({error}); was the file truncated?") from error
+    document = parse_json(content, "plan, cluster or run")
     if isinstance(document, dict) and "format" in document:
         return Cluster.from_json(content)  # another format, which it names
     if isinstance(document, dict) and isinstance(document.get("report"), dict) and "version" not in document:

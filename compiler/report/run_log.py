@@ -6,7 +6,6 @@ has steps twice; the later record counts.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ...costmodel.files import read_document, write_atomically
+from ...costmodel.files import parse_json, read_document, write_atomically
 from ...costmodel.forms import listed, maybe, number, positive, text, whole
 from ..text import bytes_text, count_text, rate_text, seconds_text, table, wrap_lines
 from .page import filled
@@ -49,7 +48,7 @@ class RunLog:
         kinds: dict[str, dict[int, Mapping[str, Any]]] = {"run": {}, "step": {}, "evaluation": {}, "checkpoint": {}}
         for at, line in enumerate(lines, 1):
             try:
-                record = json.loads(line)
+                record = parse_json(line, "record")
             except ValueError as error:
                 if at == len(lines):
                     break
@@ -185,10 +184,7 @@ def _report(folder: str | os.PathLike[str]) -> Mapping[str, Any] | None:
 
 def _parsed(content: str) -> Mapping[str, Any]:
     """The part of a report that is shown; ValueError for another document."""
-    try:
-        document = json.loads(content)
-    except ValueError as error:
-        raise ValueError(f"a report is a JSON document, but it breaks off or is corrupt ({error})") from error
+    document = parse_json(content, "report")
     if not isinstance(document, dict):
         raise ValueError("a run is a report as Report.to_json writes it, but this is no JSON object")
     return report_part(document, _REPORT, _TERM, _RANK)

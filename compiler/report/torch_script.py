@@ -16,7 +16,7 @@ compute wrongly is refused.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from math import prod
 
@@ -47,13 +47,15 @@ def torch_script(plan: Plan) -> str:
     names, shape = _axes(plan)
     if faults := list(_refused(plan)):
         raise ValueError(f"a plan is exported where PyTorch's libraries compute it, but got {'; '.join(faults)}")
-    lines = [
-        f'"""A plan of meshwright for model {plan.model}.',
+    about = [
+        f"A plan of meshwright for model {plan.model}.",
         "",
         "Pass each data-parallel rank its part of the batch, in the order of the ranks. Where PyTorch's libraries",
         "differ from the plan:",
         *(line for text in _unexpressed(plan, names) for line in wrap_lines(text, 110, "- ", "  ")),
-        '"""',
+    ]
+    lines = [
+        f'"""{_inert(about)}\n"""',
         "",
         _IMPORTS.strip(),
         "",
@@ -85,6 +87,11 @@ def torch_script(plan: Plan) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _inert(lines: Sequence[str]) -> str:
+    """Text for within a docstring, which no name in a plan can end."""
+    return "\n".join(lines).replace("\\", "/").replace('"', "'")
 
 
 # ---- tables

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ...costmodel.cluster import Cluster
-from ...costmodel.files import write_atomically
+from ...costmodel.files import parse_json, write_atomically
 from ...costmodel.tables import cache_directory
 from ..frontend.mixed_precision import in_precision
 from ..intra_op.vectorised.row_cache import RowCache
@@ -48,7 +48,7 @@ def cached_plans(
         return find(None)
     path = cache_directory() / "plans" / f"{request_key(graph, cluster, request)}.json"
     try:
-        plans = [Plan.from_json(document) for document in json.loads(path.read_text())]
+        plans = [Plan.from_json(document) for document in parse_json(path.read_text(), "cache")]
     except (OSError, ValueError, TypeError):
         plans = []
     if not plans:

@@ -263,7 +263,7 @@ def load_checkpoint(
         _check_model(session, checkpoint)
         if missing := sorted(set(extra or {}) - set(checkpoint.facts["extra"])):
             raise ValueError(f"{checkpoint.path}: nothing was saved as {missing[0]!r}; it has {_saved(checkpoint)}")
-        scale = _loss_scale(checkpoint)
+        scale, groups = _loss_scale(checkpoint), _groups(session, checkpoint)
         values = {name: decode(state, checkpoint.whole) for name, state in checkpoint.facts["extra"].items()}
     with torch.no_grad(), fail_together():
         for name, value in session.state.state_dict().items():
@@ -290,10 +290,9 @@ def load_checkpoint(
     for optimizer, leaves, found in states:
         for name, keys in found.items():
             optimizer.state[leaves[name]] = keys
-    if session.optimizer is not None:
-        for group, saved in zip(session.optimizer.param_groups, checkpoint.facts["groups"], strict=False):
-            for key, value in saved.items():
-                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+    for group, saved in groups:
+        for key, value in saved.items():
+            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
     for name, keeper in (extra or {}).items():
         if hasattr(keeper, "load_state_dict"):
             keeper.load_state_dict(values[name])
@@ -301,11 +300,38 @@ def load_checkpoint(
 
 
 def _loss_scale(checkpoint: Checkpoint) -> LossScale | None:
-    kept = checkpoint.facts["loss_scale"]
-    try:
-        return None if kept is None else LossScale(**kept)
-    except TypeError as error:
-        raise ValueError(f"{checkpoint.path}: the loss scale cannot be read: {error}") from error
+    kept, fresh = checkpoint.facts["loss_scale"], asdict(LossScale())
+    if kept is None:
+        return None
+    if kept.keys() != fresh.keys() or not all(isinstance(x, int | float) and 0 <= x < 1e38 for x in kept.values()):
+        raise ValueError(f"{checkpoint.path}: the loss scale cannot be read, {str(kept)[:80]}")
+    return LossScale(**kept)
+
+
+def _groups(session: Session, checkpoint: Checkpoint) -> list[tuple[dict[str, Any], Mapping[str, Any]]]:
+    """The groups of the optimizer, each with what was saved of it. ValueError for values of another kind."""
+    mine = session.optimizer.param_groups if session.optimizer is not None else []
+    for number, (group, saved) in enumerate(pairs := list(zip(mine, checkpoint.facts["groups"], strict=False))):
+        if not isinstance(saved, Mapping):
+            raise ValueError(f"{checkpoint.path}: group {number} of the optimizer is {str(saved)[:40]!r}")
+        for key, value in saved.items():
+            if key == "params" or not _same_kind(group.get(key), value):
+                raise ValueError(
+                    f"{checkpoint.path}: {key!r:.40} of group {number} of the optimizer is {str(value)[:40]}, but here "
+                    f"it is {str(group.get(key))[:40]}"
+                )
+    return pairs
+
+
+def _same_kind(mine: Any, saved: Any) -> bool:
+    """True if a hyperparameter may take this value. None: not set."""
+    mine = mine.item() if isinstance(mine, torch.Tensor) else mine
+    if mine is None or saved is None:
+        return True
+    if isinstance(mine, list | tuple):
+        return isinstance(saved, list) and len(mine) == len(saved) and all(map(_same_kind, mine, saved))
+    kinds = [kind for kind in (bool, int | float, str) if isinstance(mine, kind)]
+    return bool(kinds) and isinstance(saved, kinds[0])
 
 
 def _saved(checkpoint: Checkpoint) -> str:

@@ -280,7 +280,7 @@ def test_files_that_are_no_plan(tmp_path: Path) -> None:
     saved(str(path))
     text = path.read_text()
     bad = {
-        "not a whole JSON document": text[: len(text) // 2],
+        "breaks off or is corrupt": text[: len(text) // 2],
         "version 99": text.replace(f'"version": {PLAN_VERSION}', '"version": 99', 1),
         "lacks 'transfers'": json.dumps({k: v for k, v in json.loads(text).items() if k != "transfers"}),
         "a JSON object with a 'version'": "[1, 2]",

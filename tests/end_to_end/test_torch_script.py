@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +192,15 @@ def test_a_tied_weight_on_two_stages_is_refused() -> None:
     )  # fmt: skip
     with pytest.raises(ValueError, match="on several stages, whose copies nobody keeps equal"):
         torch_script(plan)
+
+
+def test_no_name_in_a_plan_becomes_code() -> None:
+    """A plan file is data; its names stand in a docstring of the module."""
+    ended = '"""\nimport os\nos.abort()\n"""'
+    plan = plan_of(strategy="pp2")
+    for name in (ended, ended.replace('"', "'"), "x\\", 'x"', '\\"""\nraise SystemExit'):
+        body = ast.parse(torch_script(replace(plan, model=name))).body
+        assert isinstance(body[0], ast.Expr)
+        assert not any(isinstance(node, ast.Expr | ast.Raise) for node in body[1:])
+        modules = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
+        assert modules == ["torch", "torch.distributed"]

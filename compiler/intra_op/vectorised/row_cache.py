@@ -25,7 +25,7 @@ import io
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from functools import cached_property
@@ -44,6 +44,16 @@ KEY_BYTES = 16
 _UNREADABLE = (OSError, ValueError, KeyError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
+    """The arrays of a file, read when they are looked up. ValueError for a compressed one: it may take all memory."""
+    with zipfile.ZipFile(path) as found:
+        if sum(info.file_size for info in found.infolist()) > path.stat().st_size:
+            raise ValueError(f"{path}: no pack of rows, whose arrays lie in it as they are")
+    with np.load(path, allow_pickle=False) as pack:
+        yield pack
+
+
 class _Pack:
     """The rows of one shape in a file, read when first needed."""
 
@@ -54,7 +64,7 @@ class _Pack:
     def values(self) -> np.ndarray | None:
         """[*shape, rows]; None where they cannot be read."""
         try:
-            with np.load(self.path, allow_pickle=False) as pack:
+            with _opened(self.path) as pack:
                 values: np.ndarray = pack[self.name]
             os.utime(self.path)  # used now
         except _UNREADABLE:
@@ -83,8 +93,8 @@ class RowCache:
         """Key → where its row is."""
         found: dict[bytes, tuple[_Pack | _Made, int]] = {}
         for path in sorted(self.folder.glob(f"{self._prefix}-*.npz")):
-            with contextlib.suppress(*_UNREADABLE), np.load(path, allow_pickle=False) as pack:
-                for name in pack.files:
+            with contextlib.suppress(*_UNREADABLE), _opened(path) as pack:
+                for name in pack:
                     kind, number = name[:4], name[4:]
                     keys = pack[name] if kind == "keys" else None
                     if keys is None or keys.dtype != np.uint8 or keys.shape[1:] != (KEY_BYTES,):
