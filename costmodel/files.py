@@ -78,5 +78,5 @@ def parse_document(text: str, what: str, form: str, schemas: Sequence[int], reme
         raise ValueError(f"a {what} has format {form!r}, but this document has none of it; is it another file?")
     if data.get("schema") not in schemas:
         known = f"schema{'s' * (len(schemas) > 1)} {' and '.join(map(str, schemas))}"
-        raise ValueError(f"this release reads {what} {known}, but got {str(data.get('schema'))[:40]}; {remedy}")
+        raise ValueError(f"this release reads {what} {known}, but got {repr(data.get('schema'))[:40]}; {remedy}")
     return data

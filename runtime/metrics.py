@@ -14,6 +14,8 @@ Those of steps have
     tokens_per_s               or ``samples_per_s`` where no input holds tokens; and ``…_per_device``
     tflops_per_device          useful operations, as the plan counts them; and ``share_of_peak``
     peak_bytes                 the most that any rank has held so far
+    slow_rank                  a rank that in three records in a row computed 1.5 times as long as the median rank, each
+                               held against the plan, or longer; and ``slow_rank_ratio``
 
 and what the caller adds. A value that is not known is left out.
 """
@@ -26,6 +28,7 @@ import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -41,6 +44,7 @@ from ..compiler.plan.plan import Plan
 from ..compiler.text import bytes_text, seconds_text
 from ..costmodel.cluster import Cluster
 from ..costmodel.files import write_atomically
+from .profiling.stragglers import Stragglers
 from .profiling.trace import peak_bytes
 from .transport.progress import PROGRESS
 
@@ -97,6 +101,7 @@ class MetricsLogger:
         self._tokens = tokens_per_step
         self._writers: list[Any] | None = None
         self._seconds, self._steps, self._last_s = 0.0, 0, math.nan
+        self._stragglers, self._named = Stragglers(parallel.plan), set[int]()
 
     def on_step(self, loss: torch.Tensor | float, **more: float) -> Record | None:
         """Count a step, and log it if its turn has come. Collective then.
@@ -175,6 +180,8 @@ class MetricsLogger:
             if self._peak_flops_per_s > 0:
                 found["share_of_peak"] = flops_per_s / self._peak_flops_per_s
         found["peak_bytes"] = _largest(peak_bytes(parallel.session.device), parallel.session.device)
+        if slow := self._stragglers.look(parallel.session):
+            found["slow_rank"], found["slow_rank_ratio"] = slow
         return found
 
     @cached_property
@@ -199,6 +206,13 @@ class MetricsLogger:
                 writer.write(_of_run(self._parallel))
         for writer in self._writers:
             writer.write(record)
+        if (slow := record.get("slow_rank", -1)) >= 0 and slow not in self._named:
+            self._named.add(slow)
+            warnings.warn(
+                f"rank {slow} computes {record['slow_rank_ratio']:.1f} times as long as the median rank, each held "
+                "against the plan; look at its host for other processes, throttled clocks or a failing device",
+                stacklevel=4,
+            )
         for callback in self._callbacks:
             getattr(callback, event)(record)
 
@@ -283,6 +297,8 @@ def line_of(record: Record) -> str:
         parts.append(f"{known.pop('tflops_per_device'):.3g} TFLOPS{share}")
     if "peak_bytes" in known:
         parts.append(bytes_text(known.pop("peak_bytes")))
+    if "slow_rank" in known:
+        parts.append(f"rank {known.pop('slow_rank')} is slow ({known.pop('slow_rank_ratio'):.2f}×)")
     if "step_s" in known:
         predicted_s = known.pop("predicted_step_s")
         ratio = f", predicted {seconds_text(predicted_s)}" if known.pop("measured_over_predicted", 0.0) else ""

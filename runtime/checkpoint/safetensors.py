@@ -78,7 +78,7 @@ def _files_of(index: Path) -> list[str]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index}: is no index of safetensors files ({error!r:.100})") from error
     for file in files:
-        if not isinstance(file, str) or Path(file).name != file or not file.isprintable():
+        if not isinstance(file, str) or Path(file).name != file or not file.isprintable() or len(file) > 255:
             raise ValueError(f"{index}: names files beside it, but got {file!r:.100}")
     return files
 

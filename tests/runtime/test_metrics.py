@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+import warnings
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import meshwright as mw
 import pytest
 import torch
+import torch.distributed as dist
 from meshwright.models import GPT
+from meshwright.runtime.execution.chunk import BoundChunk
 from meshwright.runtime.metrics import line_of
 
 BATCH, SEQUENCE, LR = 8, 16, 0.1
@@ -94,6 +98,37 @@ def test_records_of_a_run(ranks: Any, tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == ["1", "2", "4", "6", "7"]
     assert rows[0]["tokens_per_s"] == ""
     assert float(rows[3]["loss"]) == pytest.approx(lines[7]["loss"])
+
+
+def with_a_slow_rank(slow: int) -> tuple[list[Any], list[str]]:
+    """One rank of three of which one sleeps, from the second step on: the slow rank of each record, the warnings."""
+    parallel = mw.parallelize(
+        model(), mw.Cluster.local(3), example_inputs=tuple(x[:6] for x in tokens(0)), strategy="dp3", microbatches=2,
+        optimizer=lambda ps: torch.optim.SGD(ps, lr=LR),
+    )  # fmt: skip
+    run, asleep = BoundChunk.run, False
+
+    def sleeping(*arguments: Any) -> Any:
+        if asleep:
+            sleep(0.05)
+        return run(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        patch.setattr(BoundChunk, "run", sleeping)
+        metrics = mw.MetricsLogger(parallel, every=1, to=())
+        records = []
+        for step in range(7):
+            asleep = dist.get_rank() == slow and step > 0
+            records.append(metrics.on_step(parallel.train_step(*(x[:6] for x in tokens(step)))))
+    return [record.get("slow_rank") for record in records if record], [str(one.message) for one in told]
+
+
+@pytest.mark.ranks
+def test_a_slow_rank_is_named_while_the_run_goes_on(ranks: Any) -> None:
+    (found, told), (others, _), _ = ranks.run(3, with_a_slow_rank, 1)
+    assert found == others == [None] * 3 + [1] * 4
+    assert [one for one in told if "rank" in one] == [next(one for one in told if one.startswith("rank 1 computes"))]
 
 
 def test_a_line_reads_well() -> None:
