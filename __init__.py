@@ -12,6 +12,7 @@ from meshwright.compiler.plan.methods import provide as _provide
 if TYPE_CHECKING:
     from meshwright.api import parallelize, pareto, plan, simulate
     from meshwright.compiler.errors import InfeasibleError
+    from meshwright.compiler.frontend.annotations import shard, stage
     from meshwright.compiler.frontend.opaque_modules import opaque
     from meshwright.compiler.plan.plan import Plan
     from meshwright.compiler.report.difference import diff
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Cluster", "InfeasibleError", "Mesh", "MetricsLogger", "Parallel", "Plan", "diff", "distributed_loader",
     "export_safetensors", "latest_checkpoint", "opaque", "open_safetensors",
-    "parallelize", "pareto", "plan", "profile", "simulate", "verify",
+    "parallelize", "pareto", "plan", "profile", "shard", "simulate", "stage", "verify",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -62,7 +63,9 @@ _HOMES = {
     "pareto": "api",
     "plan": "api",
     "profile": "runtime.profiling.cluster_profile",
+    "shard": "compiler.frontend.annotations",
     "simulate": "api",
+    "stage": "compiler.frontend.annotations",
     "verify": "compiler.verification",
 }
 

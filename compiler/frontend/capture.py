@@ -38,6 +38,7 @@ from ..ir.custom_function import FUNCTION_OP
 from ..ir.graph import CAPTURE_BATCH, Graph, Result, Source, TensorType
 from ..ir.opaque_module import OpaqueModule
 from ..ir.ops.experts import experts
+from .annotations import SHARD, Annotations
 from .custom_backward import CustomBackwards, refuse_hooks
 from .decompose import decompose_program
 from .example_inputs import Inputs, fake_inputs
@@ -117,6 +118,7 @@ def capture(
         backwards = stack.enter_context(CustomBackwards(training))
         loops = stack.enter_context(LongLoops(model, backwards))
         checks = stack.enter_context(ValueChecks())
+        annotations = stack.enter_context(Annotations())
         names = tensor_names(model)
         example = Example(model, tuple(example_inputs), kwargs, inputs.batch_dims)
         opaque, trials = Choice(example), dict[Any, Any]()
@@ -159,6 +161,7 @@ def capture(
                 banned = (banned or frozenset()) | {unsound.kind}
     graph = replace(rewrite(graph), notes=checks.notes)
     graph.check()
+    annotations.check(graph)
     return graph
 
 
@@ -365,7 +368,7 @@ class _Translator:
 
     def _op(self, node: Node) -> None:
         types, module, line = self._describe(node)
-        self.env[node] = self._emit(node, self.env, types, module, line)
+        self.env[node] = self._emit(node, self.env, types, module, line, Annotations.stage_of(node))
 
     def _describe(self, node: Node) -> tuple[Any, str, str]:
         """(type, module, line) of an exported op; CaptureError if no graph has such an op."""
@@ -386,15 +389,19 @@ class _Translator:
             self.descriptions[node] = types, _module_of(node), line_of(trace)
         return self.descriptions[node]
 
-    def _emit(self, node: Node, env: Mapping[Node, Node], types: Any, module: str, line: str) -> Node:
+    def _emit(
+        self, node: Node, env: Mapping[Node, Node], types: Any, module: str, line: str, stage: Mapping[str, int]
+    ) -> Node:
         """A copy of an exported op with its operands as ``env`` has them; named after its op, whatever its name was."""
         target: Any = node.target
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
         if target is FUNCTION_OP:
             return self._function(args, types, module, line)
+        if target is SHARD:
+            return Annotations.mark(*args)
         name = target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else target.__name__
         new = self.fx.create_node("call_function", target, args, kwargs, name)
-        new.meta = {"type": types, "module": module, "line": line}
+        new.meta = {"type": types, "module": module, "line": line, **stage}
         return new
 
     def _function(self, args: tuple[Any, ...], types: Any, module: str, line: str) -> Node:
@@ -432,9 +439,11 @@ class _Translator:
         call_lines = line_of(template.block.meta.get("stack_trace")), line_of(node.meta.get("stack_trace"))
         for inside in template.needed([*used.values()]):
             types, module, line = self._describe(inside)
+            if Annotations.stage_of(inside) != Annotations.stage_of(template.block):
+                raise UnsoundError(record.kind, "a stage begins inside of the block")
             module = module_here + module[len(traced_module) :]
             line = call_lines[1] if line == call_lines[0] else line
-            env[inside] = self._emit(inside, env, types, module, line)
+            env[inside] = self._emit(inside, env, types, module, line, Annotations.stage_of(node))
         self.env.update({user: env[template.outputs[index]] for user, index in used.items()})
         for below, changed in template.updates.items():
             self._update(record, f"{path}.{below}", env[changed])

@@ -29,6 +29,7 @@ class Insertion:
             "type": type or _infer_type(target, args, kwargs),
             "module": self.node.meta["module"],
             "line": self.node.meta["line"],
+            **({"stage": self.node.meta["stage"]} if "stage" in self.node.meta else {}),
         }
         return new
 
@@ -50,7 +51,9 @@ def _infer_type(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def replace_node(graph: Graph, old: Node, new: Node) -> None:
-    """Let the users of ``old`` read ``new``, and erase it."""
+    """Let the users of ``old`` read ``new``, which is cut as ``old`` was to be, and erase it."""
+    if "split" in old.meta:
+        new.meta["split"] = (*new.meta.get("split", ()), *old.meta["split"])
     old.replace_all_uses_with(new)
     graph.fx.erase_node(old)
 

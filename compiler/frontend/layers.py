@@ -123,6 +123,7 @@ def cluster_layers(graph: Graph, max_layers: int = 128, sequence: bool = False) 
     flops = [0.0 if op_name(node) == "getitem" else rule_for(node).flops(node) for node in fixed]
     heavy = [_is_heavy(node) for node in fixed]
     cuts = _merge_light_segments(_cut_positions(cost, heavy), flops, max_layers)
+    cuts = _with_annotated_stages(cuts, fixed, heavy, cost)
     names = _layer_names(fixed, cuts)
     layers = []
     crossing = [tuple(alive[c]) for c in cuts]
@@ -270,6 +271,21 @@ def _merge_light_segments(cuts: list[int], flops: Sequence[float], max_layers: i
                 remaining.append(cut)
         cuts = remaining
     return cuts
+
+
+def _with_annotated_stages(
+    cuts: Sequence[int], fixed: Sequence[Node], heavy: Sequence[bool], cost: Sequence[float]
+) -> list[int]:
+    """The cuts, with one where each annotated stage begins, in the place of one between the same two heavy ops; none
+    among the outputs of an op."""
+    found, stage = list(cuts), 0
+    for position, node in enumerate(fixed):
+        begun, stage = stage, max(stage, node.meta.get("stage", 0))
+        if stage > begun and position > 0 and cost[position] < inf:
+            before = max((p for p in range(position) if heavy[p]), default=-1)
+            after = min((p for p in range(position, len(fixed)) if heavy[p]), default=len(fixed) - 1)
+            found = sorted({position, *(p for p in found if not before < p <= after or p in (0, len(fixed)))})
+    return found
 
 
 def _layer_names(fixed: Sequence[Node], cuts: Sequence[int]) -> list[str]:

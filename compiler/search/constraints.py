@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -37,7 +37,15 @@ from ..rules import rule_for
 from .parallel_shape import Strategy, divisors_of
 from .space import Space
 
-__all__ = ["Constraints", "Resolved", "distinguish_layers", "layer_modes_of", "parse_constraints", "resolve"]
+__all__ = [
+    "Constraints",
+    "Resolved",
+    "annotations_of",
+    "distinguish_layers",
+    "layer_modes_of",
+    "parse_constraints",
+    "resolve",
+]
 
 MODES = ("none", "selective", "full")
 
@@ -306,6 +314,49 @@ def resolve(constraints: Constraints, graph: Graph, layering: Layering) -> Resol
         for name in _splittable(graph, layering, text, label):
             split[name] = (*split.get(name, ()), label)
     return Resolved(tuple(sorted(cuts)), tuple(sorted(no_cuts)), frozenset(replicated), split)
+
+
+def annotations_of(graph: Graph, layering: Layering) -> list[str]:
+    """What the code of the model says of its plan (``frontend.annotations``), as texts of constraints. Raises
+    ValueError for what no plan can keep."""
+    return [*_annotated_stages(graph, layering), *_annotated_dims(graph)]
+
+
+def _annotated_stages(graph: Graph, layering: Layering) -> Iterator[str]:
+    nodes, current, seen = graph.by_name(), 0, False
+    for layer in layering.layers:
+        marks = dict.fromkeys(nodes[name].meta["stage"] for name in layer.ops if "stage" in nodes[name].meta)
+        if len(marks) > 1:
+            raise ValueError(
+                f"a plan cuts a model between its layers, but got mw.stage({max(marks)}) that begins inside of layer "
+                f"{layer.name}; begin it where another layer does ({', '.join(x.name for x in layering.layers[:40])})"
+            )
+        for stage in marks:
+            if not current <= stage <= current + 1:
+                raise ValueError(
+                    f"stages are numbered 0, 1, … in the order of forward, but got mw.stage({stage}) after "
+                    f"mw.stage({current}) at layer {layer.name}; number them anew"
+                )
+            if stage > current:
+                yield f"stage boundary at {layer.name}"
+            current, seen = stage, True
+    if seen:
+        yield f"stages = {current + 1}"
+
+
+def _annotated_dims(graph: Graph) -> Iterator[str]:
+    for node in graph:
+        for dim, line in node.meta.get("split", ()):
+            op, index = (node.args[0], node.args[1]) if op_name(node) == "getitem" else (node, 0)
+            choices = rule_for(op).axis_choices(op)
+            fitting = [c.label for c in choices if c.splits_work and c.outputs[index][0].dim == dim]
+            if not fitting:
+                others = sorted({c.outputs[index][0].dim for c in choices} - {-1})
+                raise ValueError(
+                    f"{line}: no rule of {op_name(op)} ({op.name}) cuts dim {dim} of its result, but mw.shard asks for "
+                    f"it; it may be cut in {' or '.join(f'dim {d}' for d in others if d >= 0) or 'none'}"
+                )
+            yield f"split {op.name} by {fitting[0]}"
 
 
 def layer_modes_of(recompute: str | Mapping[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:

@@ -67,7 +67,7 @@ def cached_plans(
 
 def request_key(graph: Graph, cluster: Cluster, request: PlanRequest) -> str:
     """The key of a request, 32 hex digits. It does not depend on the number of processes, which changes no answer."""
-    facts = [str(node.meta.get("source", node.meta.get("module"))) for node in graph]
+    facts = [str([node.meta.get(k) for k in ("source", "module", "stage", "split")]) for node in graph]
     asked = [repr(replace(request, workers=1)), repr(request.space)]
     text = json.dumps([_code(), torch.__version__, graph.batch, graph.text(), facts, cluster.to_json(), asked])
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -24,7 +24,7 @@ from ..ir.graph import Graph, rescale
 from ..pipeline.table import InfeasiblePipeline, Pipeline
 from ..plan.plan import Plan
 from ..workers import ForkedTask
-from .constraints import Constraints, Resolved, distinguish_layers, resolve
+from .constraints import Constraints, Resolved, annotations_of, distinguish_layers, parse_constraints, resolve
 from .parallel_shape import Strategy
 from .request import PlanRequest
 from .space import Space, Submesh, microbatch_counts
@@ -239,6 +239,10 @@ def prepare_search(graph: Graph, cluster: Cluster, request: PlanRequest) -> Sear
             f"and a microbatch of {size} samples; "
             "use fewer microbatches or a larger global_batch"
         )
+    if annotated := annotations_of(graph, layering):
+        both = (*constraints.texts(), *annotated)
+        constraints = replace(parse_constraints(both), layer_modes=constraints.layer_modes)
+        constraints.check(global_batch, cluster.num_devices, microbatches, strategy)
     resolved = resolve(constraints, graph, layering)
     layering, resolved = distinguish_layers(layering, graph, constraints, resolved)
     return SearchState(
