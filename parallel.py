@@ -39,11 +39,11 @@ from .costmodel.cluster import Cluster
 from .costmodel.files import write_atomically
 from .costmodel.tables import cache_directory
 from .run_report import foreign_bytes, gather_report, gather_trace, recalibration
-from .runtime.checkpoint import CheckpointWriter, load_checkpoint
+from .runtime.checkpoint import CheckpointWriter, LiveState, load_checkpoint, load_state
 from .runtime.execution.compilation import Compiler, backend_of
 from .runtime.execution.independent_replicas import SYNCHRONOUS, LocalUpdates
 from .runtime.execution.session import BatchPrograms, Session, SessionOptions
-from .runtime.parameters.state import Init, ModelInfo, without_values
+from .runtime.parameters.state import Init, ModelInfo, without_initial_values, without_values
 from .runtime.profiling.cluster_profile import default_cluster
 from .runtime.profiling.memory_meter import live_bytes
 from .runtime.transport.error_propagation import broadcast_from_rank0, fail_together, share_from
@@ -149,16 +149,29 @@ class Parallel:
                     f"every rank passes the same model, but got {graph.fingerprint()} on this rank and {decided.model} "
                     "on rank 0; build it alike on all ranks"
                 )
-            small = in_precision(graph, decided.precision).with_batch(decided.microbatch_size)
-            programs = _programs(small, decided, decided.stage_of(dist.get_rank()))
-            weights, compiler = self._weights(graph), self._compiler(small, decided)
-        self._session = Session(
-            decided,
+            weights = self._weights(graph)
+        self._session = self._session_of(graph, decided, weights, options.init, delay)
+        self._foreign = [weakref.ref(x) for x in (*self._model.parameters(), *self._model.buffers())]
+        self._model = without_values(self._model)  # what ranks hold is in the session; evaluation needs the code
+        self._batches = Batches(self._model, self._session, graph, batch_dims_of(inputs, options.batch_dims), options)
+        self._batches.planned = {n: x.shape for n, x in inputs.items() if isinstance(x, torch.Tensor)}
+        self._graph, self._plan, self._dims = graph, decided, batch_dims_of(inputs, options.batch_dims)
+        self._fixed = {name: x for name, x in inputs.items() if not isinstance(x, torch.Tensor)}
+
+    def _session_of(self, graph: Graph, plan: Plan, weights: Any, init: Init | None, delay: int) -> Session:
+        """A session of this model under a plan. Collective."""
+        options = self._options
+        with fail_together():
+            small = in_precision(graph, plan.precision).with_batch(plan.microbatch_size)
+            programs = _programs(small, plan, plan.stage_of(dist.get_rank()))
+            compiler = self._compiler(small, plan)
+        return Session(
+            plan,
             programs,
             ModelInfo.of(graph, self._model),
             weights,
             SessionOptions(
-                init=options.init,
+                init=init,
                 optimizer=options.optimizer,
                 seed=options.seed,
                 clip_grad_norm=options.clip_grad_norm,
@@ -167,12 +180,6 @@ class Parallel:
                 local_updates=replace(options.local_updates, delay=delay),
             ),
         )
-        self._foreign = [weakref.ref(x) for x in (*self._model.parameters(), *self._model.buffers())]
-        self._model = without_values(self._model)  # what ranks hold is in the session; evaluation needs the code
-        self._batches = Batches(self._model, self._session, graph, batch_dims_of(inputs, options.batch_dims), options)
-        self._batches.planned = {n: x.shape for n, x in inputs.items() if isinstance(x, torch.Tensor)}
-        self._graph, self._plan, self._dims = graph, decided, batch_dims_of(inputs, options.batch_dims)
-        self._fixed = {name: x for name, x in inputs.items() if not isinstance(x, torch.Tensor)}
 
     def _compiler(self, graph: Graph, plan: Plan) -> Compiler | None:
         """The compiler of this rank's programs. ValueError where the machine has none."""
@@ -449,6 +456,52 @@ class Parallel:
             return result
 
         return broadcast_from_rank0(find)
+
+    @publishes_errors
+    def replan(
+        self, cluster: Cluster | None = None, *, plan: Plan | None = None, global_batch: int | None = None
+    ) -> Plan:
+        """Go on under another plan, without a restart: weights, buffers and optimizer state move over the wire. Returns
+        the plan. Collective: the same on every rank.
+
+        cluster: plan again for it, such as ``recalibrate().cluster``; by default for the plan's own. It has one device
+        for each rank. plan: take this one instead, such as ``recalibrate().best``. global_batch: the samples of a step
+        from now on. The training goes on where it was: step, loss scale, and ``optimizer`` stay the same objects and
+        numbers, as far as sums in another order allow. What sums of compressed gradients still owe is lost, with a
+        warning. Under data="local", ``data_index`` and ``data_count`` may change.
+
+        While state moves, a rank holds that of both plans. ValueError, and nothing is changed, if no such plan exists;
+        after ``forward_backward`` without ``optimizer_step``; and where replicas step by themselves or steps overlap.
+        """
+        session, graph, planner = self.session, self._graph, self._planner
+        assert graph is not None
+        session.require_replaceable()
+        self._checkpoints.wait()
+
+        def decide() -> dict[str, Any]:
+            if plan is not None:
+                require_valid(plan, graph, runnable=True)
+                return plan.to_json()
+            hardware = Cluster.from_json(json.dumps(self.plan.cluster)) if cluster is None else cluster
+            asked = self.plan if global_batch is None else replace(self.plan, global_batch=global_batch)
+            return planner.plan_again(graph, hardware, asked).noted(*self._padding.notes).to_json()
+
+        decided = Plan.from_json(broadcast_from_rank0(decide))
+        if decided.num_devices != dist.get_world_size():
+            raise ValueError(
+                f"a plan runs on as many ranks as its cluster has devices, but got a plan for {decided.num_devices} "
+                f"and {dist.get_world_size()} ranks; start {decided.num_devices} ranks, and load a checkpoint there"
+            )
+        live = LiveState(session)
+        following = self._session_of(graph, decided, None, without_initial_values, 0)
+        load_state(following, live)
+        following.keep_optimizer(session.optimizer)
+        self._session, self._plan, self._outputs = following, decided, None
+        batches = Batches(self._model, following, graph, self._dims, self._options)
+        assert self._batches is not None
+        batches.planned, self._batches = self._batches.planned, batches
+        session.close()
+        return decided
 
     # ---- outputs
 

@@ -58,6 +58,11 @@ SECTIONS = (
         "Seconds from the blow to one of three ranks until the others have named it and ended, with a time-out of 5 s.",
     ),
     Section(
+        "soak", "A long run under blows",
+        "2,000 steps of four ranks that are killed and stopped at random and go on from their checkpoints, against a "
+        "run that is left alone.",
+    ),
+    Section(
         "fuzz", "Damaged and hostile files",
         "Files in which one thing is wrong, read by commands and loaders: anything but one line of refusal, and more "
         "than ten times a file's bytes of memory, is a fault.",

@@ -101,7 +101,7 @@ class MetricsLogger:
         self._tokens = tokens_per_step
         self._writers: list[Any] | None = None
         self._seconds, self._steps, self._last_s = 0.0, 0, math.nan
-        self._stragglers, self._named = Stragglers(parallel.plan), set[int]()
+        self._stragglers, self._named = Stragglers(), set[int]()
 
     def on_step(self, loss: torch.Tensor | float, **more: float) -> Record | None:
         """Count a step, and log it if its turn has come. Collective then.
@@ -180,7 +180,7 @@ class MetricsLogger:
             if self._peak_flops_per_s > 0:
                 found["share_of_peak"] = flops_per_s / self._peak_flops_per_s
         found["peak_bytes"] = _largest(peak_bytes(parallel.session.device), parallel.session.device)
-        if slow := self._stragglers.look(parallel.session):
+        if slow := self._stragglers.look(plan, parallel.session):
             found["slow_rank"], found["slow_rank_ratio"] = slow
         return found
 

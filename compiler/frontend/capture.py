@@ -398,7 +398,7 @@ class _Translator:
         if target is FUNCTION_OP:
             return self._function(args, types, module, line)
         if target is SHARD:
-            return Annotations.mark(*args)
+            return Annotations.mark(*args)  # type: ignore[arg-type]
         name = target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else target.__name__
         new = self.fx.create_node("call_function", target, args, kwargs, name)
         new.meta = {"type": types, "module": module, "line": line, **stage}

@@ -30,7 +30,7 @@ from typing import Any
 
 from ..cost.parameter_sharding import PATTERNS
 from ..frontend.layers import Layering
-from ..ir.graph import Graph, op_name, tensor_operands
+from ..ir.graph import Graph, op_name, output_of, tensor_operands
 from ..pipeline.families import known_schedules
 from ..plan.recompute import ALIASES
 from ..rules import rule_for
@@ -347,7 +347,7 @@ def _annotated_stages(graph: Graph, layering: Layering) -> Iterator[str]:
 def _annotated_dims(graph: Graph) -> Iterator[str]:
     for node in graph:
         for dim, line in node.meta.get("split", ()):
-            op, index = (node.args[0], node.args[1]) if op_name(node) == "getitem" else (node, 0)
+            op, index = output_of(node)
             choices = rule_for(op).axis_choices(op)
             fitting = [c.label for c in choices if c.splits_work and c.outputs[index][0].dim == dim]
             if not fitting:

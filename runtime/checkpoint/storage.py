@@ -239,6 +239,9 @@ class Checkpoint:
                 raise ValueError(f"{name} has {'no' if real is None else real} bytes instead of {size}")
         self.tensors = {name: _tensor(name, entry, sizes) for name, entry in document["tensors"].items()}
 
+    def finish(self) -> None:
+        """Nothing is left to do: blocks are read when they are asked for."""
+
     def fill(self, name: str, target: torch.Tensor, box: Box) -> None:
         """Copy the part ``box`` of a stored tensor into ``target``, of that shape. Raises ValueError where bytes are
         not those that were written, or a part is in no file."""

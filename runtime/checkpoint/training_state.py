@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -46,10 +46,55 @@ from .storage import (
     write_part,
 )
 
-__all__ = ["CheckpointWriter", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "CheckpointWriter", "StateSource", "box_of", "facts_of", "load_checkpoint", "load_state", "save_checkpoint",
+    "state_tensors",
+]  # fmt: skip
 
 PART_TIMEOUT_S = 1800.0  # how long an asynchronous save waits for the part of another rank
 _Part = tuple[str, tuple[int, ...], Box, torch.Tensor]
+
+
+class StateSource(Protocol):
+    """What a session takes its state from: ``storage.Checkpoint``, or ``live_state.LiveState``, whose values are there
+    after ``finish``."""
+
+    @property
+    def path(self) -> object:
+        """Its name in complaints."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """The steps that were done."""
+        ...
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks have states of random generators in it."""
+        ...
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What is not in tensors."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """What it has, by name."""
+        ...
+
+    def fill(self, name: str, target: torch.Tensor, box: Box) -> None:
+        """Fill ``target`` with a part of a tensor."""
+        ...
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole tensor."""
+        ...
+
+    def finish(self) -> None:
+        """Complete what was asked for."""
+        ...
 
 
 class CheckpointWriter:
@@ -82,7 +127,7 @@ class CheckpointWriter:
                 kept = {
                     name: encode(state_of(value), f"extra.{name}", tensors) for name, value in (extra or {}).items()
                 }
-                facts = {**_facts(session), "extra": kept}
+                facts = {**facts_of(session), "extra": kept}
                 parts += [_whole(name, value) for name, value in tensors.items()]
                 prepare(self._folder)
                 session.plan.save(partial_folder(self._folder) / "plan.json")
@@ -162,23 +207,36 @@ def _whole(name: str, value: torch.Tensor) -> _Part:
     return name, tuple(value.shape), tuple((0, size) for size in value.shape), value
 
 
-def _parts(session: Session) -> Iterator[_Part]:
-    """What this rank writes."""
-    owned_names = {name for name, homes in session.state.homes.items() if homes and homes[0] == session.stage}
-    for name, value in session.state.state_dict(owned_only=True).items():
-        if name in owned_names or name in session.state.unplaced:  # first names only
-            yield from _mine(f"model.{name}", value)
+def state_tensors(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a session's state that this rank holds, by the names that they have in a checkpoint: DTensors, and
+    plain tensors that every rank which has them has whole. Of copies of a weight on several stages the owner's, and
+    buffers that state dicts leave out, too."""
+    state = session.state
+    for name, kind in state.types():
+        local = state.value(name)
+        if local is None and name in state.unplaced:
+            yield f"model.{name}", state.unplaced[name]
+        elif local is not None and state.homes[name][0] == session.stage:
+            yield f"model.{name}", state.as_dtensor(local, name, kind.shape)
     for prefix, optimizer, leaves in _optimizers(session):
         for name, leaf in leaves.items():
-            shape = session.state.info.parameters[name].type.shape
+            shape = state.info.parameters[name].type.shape
             for key, value in optimizer.state.get(leaf, {}).items():
                 full = f"{prefix}.{name}.{key}"
                 if isinstance(value, bool | int | float):
-                    yield _whole(full, torch.tensor(value))
+                    yield full, torch.tensor(value)
                 elif isinstance(value, torch.Tensor) and value.shape == leaf.shape and value.ndim > 0:
-                    yield from _mine(full, session.state.as_dtensor(value, name, shape, session.layouts[name]))
+                    yield full, state.as_dtensor(value, name, shape, session.layouts[name])
                 elif isinstance(value, torch.Tensor):
-                    yield _whole(full, value)
+                    yield full, value
+
+
+def _parts(session: Session) -> Iterator[_Part]:
+    """What this rank writes."""
+    hidden = {f"model.{name}" for name, entry in session.state.info.buffers.items() if not entry.persistent}
+    for full, value in state_tensors(session):
+        if full not in hidden:
+            yield from _mine(full, value)
     for name, value in {**_carried(session), **_random_states(session)}.items():
         yield _whole(name, value)
 
@@ -195,10 +253,10 @@ def _mine(name: str, value: torch.Tensor) -> Iterator[_Part]:
         if placement.is_replicate():
             index, replicas = index * size + at, replicas * size
     if index == zlib.crc32(name.encode()) % replicas:
-        yield name, tuple(value.shape), _box(value), value.to_local()
+        yield name, tuple(value.shape), box_of(value), value.to_local()
 
 
-def _box(value: torch.Tensor) -> Box:
+def box_of(value: torch.Tensor) -> Box:
     """The part of a tensor that this rank holds."""
     if not isinstance(value, DTensor):
         return tuple((0, size) for size in value.shape)
@@ -243,7 +301,8 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _facts(session: Session) -> dict[str, Any]:
+def facts_of(session: Session) -> dict[str, Any]:
+    """What is not in tensors: the step, hyperparameters of the optimizer's groups, and the loss scale."""
     groups = session.optimizer.param_groups if session.optimizer is not None else []
     return {
         "step": session.step,
@@ -260,14 +319,24 @@ def load_checkpoint(
     session.require_drained("loading a checkpoint")
     with fail_together():
         checkpoint = Checkpoint(path)
+    return load_state(session, checkpoint, extra)
+
+
+def load_state(session: Session, checkpoint: StateSource, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Take up the state in a checkpoint, on disk or of another session. Collective."""
+    with fail_together():
         _check_model(session, checkpoint)
         if missing := sorted(set(extra or {}) - set(checkpoint.facts["extra"])):
             raise ValueError(f"{checkpoint.path}: nothing was saved as {missing[0]!r}; it has {_saved(checkpoint)}")
         scale, groups = _loss_scale(checkpoint), _groups(session, checkpoint)
         values = {name: decode(state, checkpoint.whole) for name, state in checkpoint.facts["extra"].items()}
     with torch.no_grad(), fail_together():
-        for name, value in session.state.state_dict().items():
-            if f"model.{name}" in checkpoint.tensors:
+        for name, kind in session.state.types():
+            local = session.state.value(name)
+            value = (
+                session.state.unplaced.get(name) if local is None else session.state.as_dtensor(local, name, kind.shape)
+            )
+            if value is not None and f"model.{name}" in checkpoint.tensors:
                 _fill(checkpoint, f"model.{name}", value)
         states = [
             (optimizer, leaves, _optimizer_state(session, checkpoint, prefix, optimizer, leaves))
@@ -280,6 +349,8 @@ def load_checkpoint(
         }
         if checkpoint.ranks == dist.get_world_size():
             _restore_random_states(session, checkpoint)
+    with torch.no_grad():
+        checkpoint.finish()
     session.value_gatherer.refresh()
     if session.independent_replicas is not None:
         session.independent_replicas.renew()
@@ -299,7 +370,7 @@ def load_checkpoint(
     return values
 
 
-def _loss_scale(checkpoint: Checkpoint) -> LossScale | None:
+def _loss_scale(checkpoint: StateSource) -> LossScale | None:
     kept, fresh = checkpoint.facts["loss_scale"], asdict(LossScale())
     if kept is None:
         return None
@@ -308,7 +379,7 @@ def _loss_scale(checkpoint: Checkpoint) -> LossScale | None:
     return LossScale(**kept)
 
 
-def _groups(session: Session, checkpoint: Checkpoint) -> list[tuple[dict[str, Any], Mapping[str, Any]]]:
+def _groups(session: Session, checkpoint: StateSource) -> list[tuple[dict[str, Any], Mapping[str, Any]]]:
     """The groups of the optimizer, each with what was saved of it. ValueError for values of another kind."""
     mine = session.optimizer.param_groups if session.optimizer is not None else []
     for number, (group, saved) in enumerate(pairs := list(zip(mine, checkpoint.facts["groups"], strict=False))):
@@ -334,16 +405,16 @@ def _same_kind(mine: Any, saved: Any) -> bool:
     return bool(kinds) and isinstance(saved, kinds[0])
 
 
-def _saved(checkpoint: Checkpoint) -> str:
+def _saved(checkpoint: StateSource) -> str:
     return ", ".join(map(repr, checkpoint.facts["extra"])) or "nothing beside the training state"
 
 
-def _fill(checkpoint: Checkpoint, name: str, value: torch.Tensor) -> None:
+def _fill(checkpoint: StateSource, name: str, value: torch.Tensor) -> None:
     local = value.to_local() if isinstance(value, DTensor) else value
-    checkpoint.fill(name, local, _box(value))
+    checkpoint.fill(name, local, box_of(value))
 
 
-def _restore_random_states(session: Session, checkpoint: Checkpoint) -> None:
+def _restore_random_states(session: Session, checkpoint: StateSource) -> None:
     start = f"random.{session.rank}."
     state = {name.removeprefix(start): checkpoint.whole(name) for name in checkpoint.tensors if name.startswith(start)}
     if "cuda" in state and session.state.device.type == "cuda":
@@ -379,7 +450,7 @@ def _carry_on(session: Session, carried: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-def _check_model(session: Session, checkpoint: Checkpoint) -> None:
+def _check_model(session: Session, checkpoint: StateSource) -> None:
     """The same finding on every rank: it compares the whole model."""
     info = session.state.info
     for name, kind in session.state.types():
@@ -395,7 +466,7 @@ def _check_model(session: Session, checkpoint: Checkpoint) -> None:
 
 
 def _optimizer_state(
-    session: Session, checkpoint: Checkpoint, prefix: str, optimizer: torch.optim.Optimizer,
+    session: Session, checkpoint: StateSource, prefix: str, optimizer: torch.optim.Optimizer,
     leaves: Mapping[str, nn.Parameter],
 ) -> dict[str, dict[str, torch.Tensor]]:  # fmt: skip
     """An optimizer's state of the parameters that this rank owns: name → key → this rank's block, or the whole."""

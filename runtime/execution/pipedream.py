@@ -38,6 +38,7 @@ from ...compiler.plan.boundaries import BoundaryMetadata
 from ...compiler.plan.plan import Plan
 from ..profiling.trace import Mark, named
 from ..transport.cross_mesh import Incoming, Port
+from ..transport.process_groups import new_group
 from ..transport.progress import PROGRESS
 from .chunk import BoundChunk, RankResources, Sends
 from .executor import Executor
@@ -294,7 +295,7 @@ class OverlappingSteps:
         self.root, self.dtype = 0, torch.float32
         if loss is not None and loss[1].loss is not None:
             self.root, self.dtype = plan.stages[loss[0]].devices[0], loss[1].loss.dtype
-        self.group = dist.new_group()
+        self.group = new_group()
         self.pending: deque[tuple[int, torch.Tensor, Any]] = deque()
         self.drained = True  # no batch was put in since the last flush
 

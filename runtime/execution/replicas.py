@@ -26,6 +26,7 @@ from ..collectives.worker import LANES
 from ..parameters.tied import TiedParameters
 from ..profiling.trace import TimedComm, Trace
 from ..transport.cross_mesh import Port
+from ..transport.process_groups import new_group
 from .chunk import BoundChunk
 
 __all__ = ["BackendAllReduce", "FlatBucket", "MakeSum", "ReplicaComm", "Replicas", "flat_buckets"]
@@ -67,12 +68,12 @@ class Replicas:
         self.across: Any = None
         for first in dict.fromkeys(self.first.values()):
             ranks = [rank for rank, at in self.first.items() if at == first]
-            group = dist.new_group(ranks)
+            group = new_group(ranks)
             self.across = group if self.rank in ranks else self.across
         self.inside: Any = None
         for index in range(self.count):
             ranks = self.ranks(index)
-            group = dist.new_group(ranks) if len(ranks) > 1 else None
+            group = new_group(ranks) if len(ranks) > 1 else None
             self.inside = group if self.rank in ranks else self.inside
 
     def ranks(self, index: int) -> list[int]:

@@ -37,7 +37,7 @@ from ..parameters.tied import TiedParameters, parameter_layout
 from ..profiling.trace import Trace, peak_bytes
 from ..transport.cross_mesh import wire
 from ..transport.error_propagation import fail_together
-from ..transport.process_groups import bind_all
+from ..transport.process_groups import bind_all, new_group, opened_groups
 from ..transport.shared_memory import SharedMemory, SharedMemoryMessages
 from .boundary_metadata import boundaries_of, exchange_boundaries, programs_of
 from .chunk import Groups, RankResources, StageTransport
@@ -131,12 +131,13 @@ class Session:
         self.plan, self.clip_grad_norm, self.seed, self.data = plan, options.clip_grad_norm, options.seed, options.data
         self.compiler = options.compiler
         # every phase communicates: all ranks go through them in this order
-        self.transport = transport = self._bind_groups(programs, options)
-        self._place_weights(model_info, weights, options)
-        self._build_gradient_reduction(model_info, options)
-        self._build_executor(transport)
-        self._build_optimizer(options)
-        self.evaluation = Evaluation(plan, self.comm, self.state, transport.groups, self.seed)
+        with opened_groups() as self._process_groups:
+            self.transport = transport = self._bind_groups(programs, options)
+            self._place_weights(model_info, weights, options)
+            self._build_gradient_reduction(model_info, options)
+            self._build_executor(transport)
+            self._build_optimizer(options)
+            self.evaluation = Evaluation(plan, self.comm, self.state, transport.groups, self.seed)
         self.step = 0
         self.loss_step: int | None = None  # of the loss that ``train_step`` returned last
         self._batches = 0  # forward_backward calls since the last optimizer step
@@ -245,6 +246,24 @@ class Session:
                     self.plan, self.executor, loss, self.optimizer, self.clip_grad_norm, self.device
                 )
 
+    def keep_optimizer(self, before: torch.optim.Optimizer | None) -> None:
+        """Let the optimizer of an earlier session update this one's parameters, with the state that this one's has:
+        what refers to it, such as a schedule of its rate, goes on."""
+        made = self.optimizer
+        if before is None or made is None:
+            return
+        for group, new in zip(before.param_groups, made.param_groups, strict=True):
+            group["params"] = new["params"]
+        before.state.clear()
+        before.state.update(made.state)
+        self.optimizer = before
+
+    def close(self) -> None:
+        """Give back the process groups of a session that another one follows. Collective."""
+        dist.barrier()
+        for group in self._process_groups:
+            dist.destroy_process_group(group)
+
     def _partial_axes(self) -> list[tuple[nn.Parameter, tuple[int, ...], int]]:
         """(leaf, axes over which its gradient is partial, the chunk that keeps it) of every parameter, by chunk and
         program order."""
@@ -329,6 +348,18 @@ class Session:
             self.independent_replicas.require_drained(what)
         if self.overlapping is not None:
             self.overlapping.require_drained(what)
+
+    def require_replaceable(self) -> None:
+        """ValueError unless another session can take this one's place: between two synchronous steps."""
+        if self.overlapping is not None or self.independent_replicas is not None:
+            raise ValueError(
+                f"another plan takes over between synchronous steps, but got schedule {self.plan.schedule!r}, delay or "
+                "local_steps; save a checkpoint and load it under the other plan"
+            )
+        if not self._stepped:
+            raise ValueError(
+                "another plan takes over after optimizer_step, but got gradients of a step that is not finished"
+            )
 
     def _require_loss(self) -> tuple[int, int]:
         """The (stage, chunk) of the loss; ValueError if there is none."""
@@ -545,14 +576,12 @@ def _groups(plan: Plan, boundaries: Mapping[Place, BoundaryMetadata], cuda: bool
     if not links:
         return lambda source, target: (None, None)
     if not cuda:
-        up = dist.new_group()
+        up = new_group()
         return lambda source, target: (None, up) if source[0] < target[0] else (up, None)
-    shared = (dist.new_group(), dist.new_group())
+    shared = (new_group(), new_group())
     edge_groups: dict[tuple[Place, Place], tuple[Any, Any]] = {}
     if plan.num_chunks > 1:
-        edge_groups = {
-            ends: (dist.new_group(), dist.new_group()) for ends in dict.fromkeys((k.source, k.target) for k in links)
-        }
+        edge_groups = {ends: (new_group(), new_group()) for ends in dict.fromkeys((k.source, k.target) for k in links)}
     return lambda source, target: edge_groups.get((source, target), shared)
 
 

@@ -33,7 +33,10 @@ from ..transport.process_groups import DistributedComm
 from .optimizer import name_parameter
 from .tied import parameter_layout
 
-__all__ = ["BufferInfo", "Init", "ModelInfo", "ParameterInfo", "ParameterState", "Weights", "without_values"]
+__all__ = [
+    "BufferInfo", "Init", "ModelInfo", "ParameterInfo", "ParameterState", "Weights", "without_initial_values",
+    "without_values",
+]  # fmt: skip
 
 Init = Callable[[str, torch.Tensor], "torch.Tensor | None"]
 Weights = nn.Module | Mapping[str, torch.Tensor]
@@ -95,6 +98,10 @@ def without_values(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, meta_tensors)
     except Exception:  # a module may hold what no copy can be made of: a lock, an open file
         return model
+
+
+def without_initial_values(name: str, whole: torch.Tensor) -> None:
+    """An ``Init`` for tensors that get their values later."""
 
 
 class ParameterState:

@@ -19,18 +19,17 @@ IN_A_ROW = 3  # looks, so that one busy moment is no finding
 class Stragglers:
     """Looks for a slow rank now and then; every rank has one, and asks it alike."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self) -> None:
         self._suspect, self._times = -1, 0
 
-    def look(self, session: Any) -> tuple[int, float] | None:
+    def look(self, plan: Plan, session: Any) -> tuple[int, float] | None:
         """(rank, how many times as long its own work takes as that of the median rank, each over the predicted) of the
         rank that was the slowest, by ``SLOW``, in this look and those before it. Collective: the same on every rank.
 
         A stage whose ranks are all slow is mispredicted, which is the report's to say.
         """
-        of_stage = [stage.devices for stage in self._plan.stages]
-        ratios = _everyone(self._own(session), session.device)
+        of_stage = [stage.devices for stage in plan.stages]
+        ratios = _everyone(_own(plan, session), session.device)
         if len(ratios) < 2 or not all(ratios[rank] > 0 for devices in of_stage for rank in devices):
             return None
         usual = median_low(ratios[rank] for devices in of_stage for rank in devices)
@@ -45,15 +44,16 @@ class Stragglers:
         self._suspect = slowest
         return (slowest, ratios[slowest] / usual) if self._times >= IN_A_ROW else None
 
-    def _own(self, session: Any) -> float:
-        """Seconds of this rank's own work in the last kept step over the predicted ones; 0 if either is unknown."""
-        steps = session.trace.steps()[-1:]
-        if session.stage is None or not steps:
-            return 0.0
-        stage = self._plan.prediction.stages[session.stage]
-        predicted_s = self._plan.microbatches * (stage.forward_s + stage.backward_s)
-        own_s = steps[0].sum_s("", "compute_s") + steps[0].sum_s("", "repeat_s")
-        return own_s / steps[0].batches / predicted_s if predicted_s > 0 else 0.0
+
+def _own(plan: Plan, session: Any) -> float:
+    """Seconds of this rank's own work in the last kept step over the predicted ones; 0 if either is unknown."""
+    steps = session.trace.steps()[-1:]
+    if session.stage is None or not steps:
+        return 0.0
+    stage = plan.prediction.stages[session.stage]
+    predicted_s = plan.microbatches * (stage.forward_s + stage.backward_s)
+    own_s = steps[0].sum_s("", "compute_s") + steps[0].sum_s("", "repeat_s")
+    return own_s / steps[0].batches / predicted_s if predicted_s > 0 else 0.0
 
 
 def _everyone(value: float, device: torch.device) -> list[float]:

@@ -8,7 +8,8 @@ rank sets share one group.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -25,7 +26,7 @@ from ..compression.exchange import all_gather_single, reduce_scatter_single
 from ..compression.tensor_codec import tensor_codec
 from .shared_memory import SharedMemoryAllReduce
 
-__all__ = ["DistributedComm", "PendingCollective", "bind", "bind_all", "joint_axes"]
+__all__ = ["DistributedComm", "PendingCollective", "bind", "bind_all", "joint_axes", "new_group", "opened_groups"]
 
 
 Group = Any  # torch.distributed.ProcessGroup; None for a single rank
@@ -314,6 +315,30 @@ def _rank_sets(mesh_shape: Sequence[int], devices: Sequence[int], axes: tuple[in
     return [tuple(ranks) for ranks in rank_sets.values()]
 
 
+_opened: list[list[Group]] = []  # for each ``opened_groups`` that is running
+
+
+def new_group(ranks: Sequence[int] | None = None) -> Group:
+    """``torch.distributed.new_group``, of all ranks by default; known to ``opened_groups``. Collective over the
+    world."""
+    group = dist.new_group(None if ranks is None else list(ranks))
+    for opened in _opened:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            opened.append(group)
+    return group
+
+
+@contextmanager
+def opened_groups() -> Iterator[list[Group]]:
+    """The list of this rank's groups that are made inside."""
+    opened: list[Group] = []
+    _opened.append(opened)
+    try:
+        yield opened
+    finally:
+        _opened.remove(opened)
+
+
 class _GroupCache:
     """Makes each rank set's group once. All ranks of the world must ask for the same sets in the same order."""
 
@@ -323,7 +348,7 @@ class _GroupCache:
     def __call__(self, ranks: tuple[int, ...]) -> Group:
         if ranks not in self.made:
             whole = ranks == tuple(range(dist.get_world_size()))
-            self.made[ranks] = dist.group.WORLD if whole else dist.new_group(list(ranks))
+            self.made[ranks] = dist.group.WORLD if whole else new_group(ranks)
         return self.made[ranks]
 
 
@@ -378,7 +403,7 @@ def _bind(meshes: Iterable[_Mesh]) -> DistributedComm | None:
                 levels: tuple[Group, ...] = ()
                 for ranks in _rank_sets(mesh_shape, devices, wire.axes):
                     for level in _dedicated_rank_sets(wire, ranks, mesh.host_of):
-                        groups_of_level = [(dist.new_group(list(members)), members) for members in level]
+                        groups_of_level = [(new_group(members), members) for members in level]
                         levels += tuple(group for group, members in groups_of_level if rank in members)
                 own_groups[wire.axes].append(levels)
         if len(devices) == 1:  # state dicts need a DeviceMesh even where nothing communicates
