@@ -58,6 +58,11 @@ SECTIONS = (
         "Seconds from the blow to one of three ranks until the others have named it and ended, with a time-out of 5 s.",
     ),
     Section(
+        "hosts", "Three hosts, disturbed",
+        "Network namespaces under torchrun's rendezvous; right: the losses are those of the undisturbed run, to the "
+        "last bit, or within 1e-4 where two hosts go on for three.",
+    ),
+    Section(
         "soak", "A long run under blows",
         "2,000 steps of four ranks that are killed and stopped at random and go on from their checkpoints, against a "
         "run that is left alone.",

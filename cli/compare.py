@@ -21,6 +21,7 @@ from .terminal import answers_only, progress_bar, width
 if TYPE_CHECKING:
     from ..compiler.ir.graph import Graph
     from ..compiler.plan.plan import Plan
+    from ..compiler.report.difference import Comparison
 
 __all__ = ["add_check", "add_comparisons"]
 
@@ -49,6 +50,9 @@ def add_comparisons(commands: Any, target_help: str, cluster_help: str) -> None:
     simulate.add_argument("--target", metavar="TARGET", help=target)
     simulate.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan as priced to FILE")
     simulate.add_argument("--json", action="store_true", help="print the comparison as one JSON object")
+    simulate.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the comparison as a page that needs no network"
+    )
     simulate.set_defaults(run=_simulate)
 
     export = commands.add_parser("export", help="write a plan for PyTorch's own libraries")
@@ -65,6 +69,7 @@ def add_comparisons(commands: Any, target_help: str, cluster_help: str) -> None:
     diff.add_argument("--cluster", metavar="CLUSTER", help="compare plan A with itself as priced on this cluster")
     diff.add_argument("--target", metavar="TARGET", help=target)
     diff.add_argument("--json", action="store_true", help="print the comparison as one JSON object")
+    diff.add_argument("--html", type=Path, metavar="FILE", help="write the comparison as a page that needs no network")
     diff.set_defaults(run=_diff)
 
 
@@ -136,8 +141,8 @@ def _price_text(plan: Plan, now: Plan) -> str:
 def _simulate(arguments: argparse.Namespace) -> int:
     from ..compiler.report.what_if import parse_changes
 
-    if arguments.output is not None:
-        writable(arguments.output)
+    for path in filter(None, (arguments.output, arguments.html)):
+        writable(path)
     changes = parse_changes(arguments.changes)
     plan = load(arguments.plan)
     words = [f"{name}={value}" for name, value in changes.items()]
@@ -164,10 +169,17 @@ def _priced_anew(arguments: argparse.Namespace, plan: Plan, name: str, changes: 
         now = simulate(plan, graph, hardware, changes)
     found = diff(plan, now, (name, title))
     print(json.dumps(found.to_json()) if arguments.json else found.text(width()))
+    _write_page(found, arguments.html)
     for note in now.prediction.notes:
         if note.startswith("does not fit: "):
             print(f"note: {note}", file=sys.stderr)
     return now
+
+
+def _write_page(found: Comparison, path: Path | None) -> None:
+    if path is not None:
+        found.to_html(path)
+        print(f"wrote {path}", file=sys.stderr)
 
 
 def _export(arguments: argparse.Namespace) -> int:
@@ -194,6 +206,8 @@ def _diff(arguments: argparse.Namespace) -> int:
 
     if (arguments.after is None) == (arguments.cluster is None):
         raise ValueError("diff compares A with B, or plan A with itself on --cluster; pass one of B and --cluster")
+    if arguments.html is not None:
+        writable(arguments.html)
     before = read_side(arguments.before)
     if isinstance(before, Plan):
         require_valid(before)
@@ -215,4 +229,5 @@ def _diff(arguments: argparse.Namespace) -> int:
         print(compare(before, after))
     else:
         print(found.text(width()))
+    _write_page(found, arguments.html)
     return 0

@@ -43,18 +43,21 @@ def missing() -> str:
 
 
 class Links:
-    """``count`` namespaces; ``bits_per_s`` up and down for each, ``delay_s`` one way between any two.
+    """``count`` namespaces; ``bits_per_s`` up and down for each, ``delay_s`` one way between any two; with a delay, of
+    all frames the share ``loss`` is dropped.
 
     Use as a context manager. Namespaces that a killed process left behind are removed when the next ``Links`` starts.
     OSError with what is missing where links cannot be made.
     """
 
-    def __init__(self, count: int, bits_per_s: float, delay_s: float = 0.0) -> None:
+    def __init__(self, count: int, bits_per_s: float, delay_s: float = 0.0, loss: float = 0.0) -> None:
+        if loss and not delay_s:
+            raise ValueError(f"only links with delay drop frames, but got loss {loss} without delay_s; give one")
         if delay_s and bits_per_s > _RELAY_BITS_PER_S:
             raise ValueError(
                 f"links with delay carry at most {_RELAY_BITS_PER_S:.3g} bit/s, but got {bits_per_s:.3g}; ask for less"
             )
-        self.count, self.bits_per_s, self.delay_s = count, bits_per_s, delay_s
+        self.count, self.bits_per_s, self.delay_s, self.loss = count, bits_per_s, delay_s, loss
         self._name = f"{_PREFIX}{os.getpid()}-"
         self._switch = f"{self._name}s"
         self._relay: subprocess.Popen[bytes] | None = None
@@ -141,7 +144,7 @@ class Links:
 
     def _relayed(self) -> None:
         script = str(Path(__file__).with_name("relay.py"))
-        words = [sys.executable, script, str(self.count), str(self.bits_per_s), str(self.delay_s)]
+        words = [sys.executable, script, str(self.count), str(self.bits_per_s), str(self.delay_s), str(self.loss)]
         self._relay = subprocess.Popen(
             ["ip", "netns", "exec", self._switch, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )

@@ -1,4 +1,4 @@
-"""A switch in user space with slow, long links: ``python relay.py COUNT BITS_PER_S DELAY_S``.
+"""A switch in user space with slow, long links: ``python relay.py COUNT BITS_PER_S DELAY_S LOSS``.
 
 It makes a tap "port0", "port1", … for each end, writes "ready" and carries frames between them until its standard input
 closes. A frame waits for its uplink, takes its bits' time on it and ``DELAY_S`` on the way, then waits for the downlink
@@ -8,7 +8,7 @@ of the end that it goes to, and takes its time there::
 
 An end whose uplink is busy is not read: its own queue fills, as that of a network card would. A downlink that several
 ends send to at once queues at most ``QUEUE_BYTES`` and drops the rest. Frames may be bundles of TCP segments (generic
-segmentation offload); the headers of each segment count.
+segmentation offload); the headers of each segment count. Of all frames the share ``LOSS`` is dropped on the way.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import heapq
 import os
+import random
 import select
 import struct
 import sys
@@ -47,13 +48,13 @@ def bits_of(frame: bytes) -> int:
     return 8 * (size + (segments - 1) * header)
 
 
-def carry(taps: list[int], rate: float, delay_s: float) -> None:
+def carry(taps: list[int], rate: float, delay_s: float, loss: float) -> None:
     """Carry frames until standard input closes. The last byte of an end's address is its number plus 1."""
     count = len(taps)
     uplink, downlink = [0.0] * count, [0.0] * count
     under_way: list[tuple[float, int, int, bytes]] = []  # leaves its uplink + delay, serial, end, frame
     arriving: list[tuple[float, int, int, bytes]] = []
-    serial = 0
+    serial, draw = 0, random.Random(0)
     clock = time.monotonic
     while True:
         now = clock()
@@ -78,7 +79,7 @@ def carry(taps: list[int], rate: float, delay_s: float) -> None:
                 broadcast = frame[_VIRTUAL] & 1
                 last = frame[_VIRTUAL + 5] - 1
                 for end in range(count) if broadcast else (last,) if 0 <= last < count else ():
-                    if end != source:
+                    if end != source and draw.random() >= loss:
                         heapq.heappush(under_way, (uplink[source] + delay_s, serial, end, frame))
                         serial += 1
         while under_way and under_way[0][0] <= now:
@@ -93,12 +94,12 @@ def carry(taps: list[int], rate: float, delay_s: float) -> None:
 
 
 def main() -> None:
-    count, rate, delay_s = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+    count, (rate, delay_s, loss) = int(sys.argv[1]), map(float, sys.argv[2:5])
     taps = [make_tap(f"port{i}") for i in range(count)]
     with contextlib.suppress(OSError):
         os.nice(-10)  # frames are due whatever the ranks do
     print("ready", flush=True)
-    carry(taps, rate, delay_s)
+    carry(taps, rate, delay_s, loss)
 
 
 if __name__ == "__main__":

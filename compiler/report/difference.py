@@ -12,6 +12,7 @@ plan and a cluster by the plan's own cluster.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -21,13 +22,14 @@ from typing import Any
 
 from ...costmodel.cluster import Cluster
 from ...costmodel.comparison import changes
-from ...costmodel.files import parse_json, read_document
+from ...costmodel.files import parse_json, read_document, write_atomically
 from ...costmodel.forms import maybe, number, positive, text, whole
 from ...costmodel.memory import usable_bytes
 from ..intra_op.stage_cost import STEP_CAUSES
 from ..plan.plan import Plan
 from ..text import bytes_text, rate_text, seconds_text, span_text, table, wrap_lines
 from .describe import axis_names, layer_span, recompute_words, sharding_words
+from .page import filled
 from .step_report import report_part
 
 __all__ = ["Comparison", "ComparisonSection", "Row", "diff", "read_side"]
@@ -108,6 +110,14 @@ class Comparison:
         return "\n".join(line for each in lines for line in (wrap_lines(each, width, "", "   ") or [""]))
 
     __str__ = text
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The comparison as one page that needs no network, written to ``path`` where one is given."""
+        document = {**self.to_json(), "title": f"{self.before} and {self.after}"}
+        page = filled("compare.html", document["title"], document, ("words.js", "compare.js"))
+        if path is not None:
+            write_atomically(path, page)
+        return page
 
 
 def _section_lines(section: ComparisonSection, width: int) -> Iterator[str]:

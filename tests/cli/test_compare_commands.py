@@ -10,6 +10,8 @@ from meshwright.cli import main
 from meshwright.cli.terminal import progress_bar
 from meshwright.compiler.plan.plan import Plan
 
+from tests.support.browser import chromium, opened
+
 PLAN = ("plan", "gpt-demo", "--cluster", "p3.16xlarge:1", "--strategy", "dp2,tp2", "--microbatches", "4")
 ON_CPU = ("--cluster", "cpu")
 
@@ -140,3 +142,23 @@ def test_progress_without_a_terminal_is_lines(
         for name, fraction in (("capture", 0.0), ("floors", 0.0), ("floors", 0.3), ("floors", 0.4), ("floors", 0.5)):
             progress(name, fraction)
     assert capsys.readouterr().err == "[3 s] floors\n[14 s] floors 50 %\n"
+
+
+@pytest.mark.skipif(chromium() is None, reason="there is no Chromium: apt-get install chromium")
+def test_two_plans_side_by_side_on_a_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "plan.json", "--set", "microbatches=8", "-o", "<b>.json", "--html", "s.html"]) == 0
+    assert main(["diff", "plan.json", "<b>.json", "--html", "d.html"]) == 0
+    assert "wrote d.html" in capsys.readouterr().err
+    assert main(["diff", "plan.json", "plan.json", "--html", "same.html"]) == 0
+    for name, after in (("d.html", "<b>.json"), ("s.html", "plan.json: microbatches=8")):
+        with opened(folder / name) as (page, said):
+            assert page.locator("dd").all_inner_texts() == ["plan.json", after]
+            assert "microbatches\t4\t8\t2×" in page.locator("#sections").inner_text()
+            assert page.locator("canvas").count() == 2
+            page.click("#theme")
+            assert page.locator("html.dark").count() == 1
+            assert not said
+    with opened(folder / "same.html") as (page, said):
+        assert "no difference" in page.locator("#sections").inner_text()
+        assert not said
+    assert main(["diff", "plan.json", "<b>.json", "--html", "nowhere/d.html"]) == 2

@@ -46,18 +46,6 @@ function startRun() {
   over("memory-chart", "peak memory", [["fullest rank", series("peak_bytes")]], bytes);
 }
 
-function bars(box, names, rows, form) {
-  draw(box, 70 + 24 * names.length * rows.length, ink => ({
-    legend: legend(ink), grid: { left: 210, right: 70, top: 34, bottom: 30 },
-    xAxis: axis(ink, { type: "value", axisLabel: { color: ink.quiet, formatter: form } }),
-    yAxis: axis(ink, { type: "category", data: names, inverse: true }),
-    series: rows.map(([name, values], k) => ({ name, type: "bar", data: values, itemStyle: paint(k) })),
-    tooltip: { trigger: "axis", confine: true, backgroundColor: ink.raised, borderColor: ink.line,
-      textStyle: { color: ink.ink, fontSize: 13 },
-      formatter: found => tip(found[0].name, found.map(one => `${one.seriesName}: ${form(one.value)}`)) },
-  }));
-}
-
 function startReport() {
   const { report } = data;
   if (!report) {
@@ -70,7 +58,7 @@ function startReport() {
   const terms = report.terms.filter(term => Math.max(term.predicted_s, term.measured_s) > longest / 500);
   const name = term => `stage ${term.stage}: ${term.name}`;
   if (terms.length && terms.length <= 40) {
-    bars("terms-chart", terms.map(name), [["predicted", terms.map(term => term.predicted_s)],
+    pairedBars("terms-chart", terms.map(name), [["predicted", terms.map(term => term.predicted_s)],
       ["measured", terms.map(term => term.measured_s)]], seconds);
   }
   byId("terms-table").append(
@@ -83,7 +71,7 @@ function startReport() {
   byId("ranks-words").textContent = ranks.length > 64
     ? "Own work of the 64 slowest ranks, without waiting for others." : "Own work of each rank, without waiting for others.";
   const shown = ranks.length > 64 ? [...ranks].sort((a, b) => own(b) - own(a)).slice(0, 64) : ranks;
-  bars("ranks-chart", shown.map(rank => `rank ${rank.rank}, stage ${rank.stage}`), [["own work", shown.map(own)]],
+  pairedBars("ranks-chart", shown.map(rank => `rank ${rank.rank}, stage ${rank.stage}`), [["own work", shown.map(own)]],
     seconds);
 }
 

@@ -107,6 +107,19 @@ function tip(title, rows) {
   return element("div", {}, element("strong", {}, title), rows.map(row => element("div", {}, row)));
 }
 
+// Bars of several series beside each other, one row a name.
+function pairedBars(box, names, rows, form) {
+  draw(box, 70 + 24 * names.length * rows.length, ink => ({
+    legend: legend(ink), grid: { left: 210, right: 70, top: 34, bottom: 30 },
+    xAxis: axis(ink, { type: "value", axisLabel: { color: ink.quiet, formatter: form } }),
+    yAxis: axis(ink, { type: "category", data: names, inverse: true }),
+    series: rows.map(([name, values], k) => ({ name, type: "bar", data: values, itemStyle: paint(k) })),
+    tooltip: { trigger: "axis", confine: true, backgroundColor: ink.raised, borderColor: ink.line,
+      textStyle: { color: ink.ink, fontSize: 13 },
+      formatter: found => tip(found[0].name, found.map(one => `${one.seriesName}: ${form(one.value)}`)) },
+  }));
+}
+
 // The theme of the system, until the button says another.
 function startTheme() {
   const system = matchMedia("(prefers-color-scheme: dark)");
