@@ -21,7 +21,7 @@ export OMP_NUM_THREADS ?= 1
 # Each fresh process would compile the whole package again, some half a second.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help venv demo test lint format bench fuzz measured zoo rules page docs wheel clean
+.PHONY: help venv demo test lint format bench fuzz measured pictures zoo rules page docs wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -69,6 +69,9 @@ measured: $(READY)  ## make docs/measured.md and README's table of the benchmark
 # Beside what .venv has: pip install --no-deps timm diffusers torchvision pillow requests
 zoo: $(READY)  ## train 190 architectures on two ranks against eager PyTorch; makes docs/models.md
 	$(PYTHON) benchmarks/zoo.py
+
+pictures: $(READY)  ## draw the pictures of schedules and collectives in docs/images, from what the code does
+	$(PYTHON) docs/pictures.py
 
 rules: $(READY)  ## check every sharding rule by execution; report wrong rules and missing splits
 	$(PYTHON) -m meshwright.compiler.verification.check_rules tests.support.zoo:ZOO

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import py_compile
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,12 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 def test_the_examples_of_a_document_run(path: Path, tmp_path: Path) -> None:
     status, printed = run_document(path, tmp_path, ROOT / "docs" / "examples", timeout_s=180)
     assert status == 0, printed[-6000:]
+
+
+def test_pictures_are_what_the_code_draws() -> None:
+    script = [sys.executable, str(ROOT / "docs/pictures.py"), "--check"]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs" / "examples").glob("*.py")), ids=lambda p: p.name)
