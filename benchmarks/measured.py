@@ -58,6 +58,11 @@ SECTIONS = (
         "Seconds from the blow to one of three ranks until the others have named it and ended, with a time-out of 5 s.",
     ),
     Section(
+        "random_graphs", "Random graphs",
+        "Graphs of up to eleven of 36 kinds of op, in fp64, under drawn wishes: verified, and trained on two ranks "
+        "against eager PyTorch.",
+    ),
+    Section(
         "hosts", "Three hosts, disturbed",
         "Network namespaces under torchrun's rendezvous; right: the losses are those of the undisturbed run, to the "
         "last bit, or within 1e-4 where two hosts go on for three.",

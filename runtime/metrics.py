@@ -54,7 +54,7 @@ Record = Mapping[str, Any]
 
 
 class TrainingCallback(Protocol):
-    """What listens to a run: its methods get the records of the logging rank, each as it is made."""
+    """A listener to a run: its methods get the records of the logging rank, each as it is made."""
 
     def on_step(self, record: Record) -> None:
         """A step was logged."""
@@ -189,7 +189,7 @@ class MetricsLogger:
         return _peak_flops_per_s(self._parallel)
 
     def _counted(self) -> tuple[str, int]:
-        """What a step's throughput counts, and how many of them."""
+        """The unit of a step's throughput, and how many of them a step has."""
         if self._tokens is not None:
             return "tokens", self._tokens
         for shape, dtype, batch_dim in self._parallel.session.input_sharder.expected.values():

@@ -1,4 +1,4 @@
-"""What the code of a model says about its plan: ``with stage(2):`` and ``x = shard(x, "tensor", dim=1)``.
+"""Wishes for a plan in the code of a model: ``with stage(2):`` and ``x = shard(x, "tensor", dim=1)``.
 
 Both change nothing that the model computes, here and under any plan. A capture writes them into the nodes of its graph:
 
@@ -31,9 +31,9 @@ _lines: set[str] | None = None  # the lines that called ``shard`` in the capture
 
 @contextmanager
 def stage(index: int) -> Iterator[None]:
-    """What runs inside belongs to pipeline stage ``index`` of every plan of the model: 0, 1, ... in the order in which
-    ``forward`` comes to them, without a gap; they are all of its stages. What stands outside of them stays with what
-    runs before it.
+    """Put the ops that are called inside into pipeline stage ``index`` of every plan of the model: 0, 1, ... in the
+    order in which ``forward`` comes to them, without a gap; they are all of its stages. An op outside of them stays
+    with the one that runs before it.
 
     A plan cuts a model between its layers, as ``explain`` lists them. Planning raises ValueError where a stage would
     begin inside of one. ValueError for another index.
@@ -94,7 +94,7 @@ class Annotations:
 
     @staticmethod
     def stage_of(exported: Node) -> dict[str, int]:
-        """What the node of an exported op hands on to those that are made of it."""
+        """The entries of ``meta`` that the node of an exported op hands on to those made of it."""
         custom = exported.meta.get("custom") or {}
         return {"stage": custom[_KEY]} if _KEY in custom else {}
 

@@ -368,8 +368,8 @@ class Plan:
 
     @cached_property
     def price_state(self) -> str:
-        """Whether the prices are of these decisions: "current"; "edited" (they are of another plan, or somebody wrote
-        them); "unknown" for a document without a seal."""
+        """The standing of the prices: "current", they are of these decisions; "edited" (they are of another plan, or
+        somebody wrote them); "unknown" for a document without a seal."""
         if self.seal is None:
             return "current"
         now = sealed(self._to_json(), self.seal.known)

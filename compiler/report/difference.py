@@ -77,8 +77,8 @@ class ComparisonSection:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What ``before`` and ``after`` (their names) have in common and what not. kind: "plans", "clusters", "runs" or
-    "plan and run"."""
+    """The common and the differing lines of ``before`` and ``after`` (their names). kind: "plans", "clusters", "runs"
+    or "plan and run"."""
 
     kind: str
     before: str

@@ -72,7 +72,7 @@ class RunLog:
         return [float(x) for x in found if isinstance(x, int | float) and math.isfinite(x)]
 
     def facts(self) -> list[tuple[str, str]]:
-        """What the run was and came to: name and words."""
+        """The run and its outcome: name and words of each fact."""
         losses, step_s, predicted_s = self.values("loss"), self.values("step_s"), self.values("predicted_step_s")
         facts = [("steps", f"{self.steps[-1]['step']:,}")]
         if self.run:

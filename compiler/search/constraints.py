@@ -317,7 +317,7 @@ def resolve(constraints: Constraints, graph: Graph, layering: Layering) -> Resol
 
 
 def annotations_of(graph: Graph, layering: Layering) -> list[str]:
-    """What the code of the model says of its plan (``frontend.annotations``), as texts of constraints. Raises
+    """The wishes in the code of the model (``frontend.annotations``), as texts of constraints. Raises
     ValueError for what no plan can keep."""
     return [*_annotated_stages(graph, layering), *_annotated_dims(graph)]
 

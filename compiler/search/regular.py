@@ -108,7 +108,7 @@ class RegularSearch:
 
     @property
     def record(self) -> dict[str, float | None]:
-        """What became of the cases: how many meshes (with a microbatch count each) and cases got bounds, how many cases
+        """Counts of the cases: how many meshes (with a microbatch count each) and cases got bounds, how many cases
         were solved, how many are left, and seconds that none of these undercuts."""
         left = self._queue or []
         return {

@@ -1,4 +1,4 @@
-"""What users keep beside the weights, as JSON and tensors: a scheduler, the place in the data, numbers of their own."""
+"""Values of users beside the weights, as JSON and tensors: a scheduler, the place in the data, numbers of their own."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def as_bytes(values: torch.Tensor) -> Any:
 
 
 def header(entries: Iterable[_Entry]) -> bytes:
-    """What a file begins with, for these tensors one after the other."""
+    """The beginning of a file with these tensors one after the other."""
     described, at = dict[str, Any]({"__metadata__": {"format": "pt"}}), 0
     for name, dtype, shape in entries:
         size = prod(shape) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""What of a training run is in a checkpoint: saved under one plan, loaded under any other.
+"""The state of a training run in a checkpoint: saved under one plan, loaded under any other.
 
 Tensors: ``model.<name>`` (a tied weight once, under its first name; the fp32 master under mixed precision),
 ``optimizer.<name>.<key>`` for each tensor of a parameter's optimizer state, ``outer.<name>.<key>`` for that of the
@@ -56,7 +56,7 @@ _Part = tuple[str, tuple[int, ...], Box, torch.Tensor]
 
 
 class StateSource(Protocol):
-    """What a session takes its state from: ``storage.Checkpoint``, or ``live_state.LiveState``, whose values are there
+    """The source of a session's state: ``storage.Checkpoint``, or ``live_state.LiveState``, whose values are there
     after ``finish``."""
 
     @property
@@ -76,12 +76,12 @@ class StateSource(Protocol):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What is not in tensors."""
+        """The values that are no tensors."""
         ...
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """What it has, by name."""
+        """Its tensors, by name."""
         ...
 
     def fill(self, name: str, target: torch.Tensor, box: Box) -> None:
@@ -171,7 +171,7 @@ class CheckpointWriter:
             raise
 
     def _write(self, rank: int, parts: list[_Part], facts: Mapping[str, Any], ranks: int, keep: int | None) -> None:
-        """What an asynchronous save does beside the training."""
+        """Do the part of an asynchronous save that runs beside the training."""
         assert self._folder is not None
         try:
             write_part(self._folder, rank, parts)
@@ -232,7 +232,7 @@ def state_tensors(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _parts(session: Session) -> Iterator[_Part]:
-    """What this rank writes."""
+    """The parts that this rank writes."""
     hidden = {f"model.{name}" for name, entry in session.state.info.buffers.items() if not entry.persistent}
     for full, value in state_tensors(session):
         if full not in hidden:
@@ -302,7 +302,7 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def facts_of(session: Session) -> dict[str, Any]:
-    """What is not in tensors: the step, hyperparameters of the optimizer's groups, and the loss scale."""
+    """The values that are no tensors: the step, hyperparameters of the optimizer's groups, and the loss scale."""
     groups = session.optimizer.param_groups if session.optimizer is not None else []
     return {
         "step": session.step,

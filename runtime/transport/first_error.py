@@ -79,7 +79,7 @@ class FirstError:
 
     @property
     def verdict(self) -> str:
-        """What happened to the rank."""
+        """The event on the rank, in words."""
         return f"rank {self.rank} {'lost a peer' if self.kind == 'PeerError' else 'failed first'}"
 
 

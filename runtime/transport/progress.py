@@ -1,4 +1,4 @@
-"""What this rank does: noted by those that do it, and told where a rank stands still."""
+"""The action of this rank: noted by those that do it, and told where a rank stands still."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Progress:
                 self.steps += 1
 
     def told(self) -> str:
-        """What this rank does, or did last, in words."""
+        """The action of this rank, or its last one, in words."""
         action = str(self.action)
         if match := _ACTION.fullmatch(action):
             stage, kind, microbatch, chunk = match.groups()
