@@ -60,7 +60,7 @@ _NOTHING = nullcontext()
 
 
 def named(name: str) -> AbstractContextManager[Any]:
-    """Note the action of this rank, for whoever waits for it; and a record under the name "meshwright …" in the trace of
+    """Note the action of this rank, for whoever waits for it; and a record named "meshwright …" in the trace of
     a ``torch.profiler``, where one runs."""
     PROGRESS.note(name)
     return record_function(f"meshwright {name}") if torch.autograd.profiler._is_profiler_enabled else _NOTHING
