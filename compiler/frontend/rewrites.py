@@ -343,7 +343,10 @@ def split_batch_norm(graph: Graph) -> None:
             type=(x.meta["type"], stats, stats),
         )
         y, mean, var = at.items(normalized)
-        outputs[0].replace_all_uses_with(y)
+        if 0 in outputs:
+            outputs[0].replace_all_uses_with(y)
+        else:  # nothing is made of it but running statistics
+            graph.fx.erase_node(y)
         for index, old, new in ((3, arguments.get("running_mean"), mean), (4, arguments.get("running_var"), var)):
             if index in outputs:
                 decayed, addend = at(aten.mul.Tensor, old, 1 - momentum), at(aten.mul.Tensor, new, momentum)
