@@ -36,7 +36,7 @@ from ...costmodel.files import parse_document, sync_folder, write_atomically
 from .safetensors import DTYPE_NAMES, DTYPES, as_bytes, header, write_safetensors
 
 __all__ = [
-    "Block", "Box", "Checkpoint", "StoredTensor", "commit", "discard", "export_safetensors", "fail_part",
+    "Box", "Checkpoint", "StoredBlock", "StoredTensor", "commit", "discard", "export_safetensors", "fail_part",
     "latest_checkpoint", "partial_folder", "prepare", "step_folder", "write_part",
 ]  # fmt: skip
 
@@ -53,7 +53,7 @@ Box = tuple[tuple[int, int], ...]  # [start, stop) of each dim
 
 
 @dataclass(frozen=True)
-class Block:
+class StoredBlock:
     """A part of a tensor in a file. start: of its bytes in the file."""
 
     file: str
@@ -68,7 +68,7 @@ class StoredTensor:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[StoredBlock, ...]
 
 
 def step_folder(run: str | os.PathLike[str], step: int) -> Path:
@@ -269,7 +269,7 @@ class Checkpoint:
         self.fill(name, out, tuple((0, size) for size in stored.shape))
         return out
 
-    def _read_block(self, name: str, block: Block, values: torch.Tensor) -> None:
+    def _read_block(self, name: str, block: StoredBlock, values: torch.Tensor) -> None:
         data, crc, read = memoryview(as_bytes(values)), 0, 0
         try:
             with open(self.path / block.file, "rb", buffering=0) as file:
@@ -321,7 +321,7 @@ def _tensor(name: str, entry: Mapping[str, Any], sizes: Mapping[str, int]) -> St
             raise ValueError(f"a block of {name!r} lies outside of its shape")
         if start + prod(b - a for a, b in box) * dtype.itemsize > sizes[one["file"]]:
             raise ValueError(f"a block of {name!r} lies outside of {one['file']}")
-        blocks.append(Block(one["file"], start, _count(one["crc32"]), box))
+        blocks.append(StoredBlock(one["file"], start, _count(one["crc32"]), box))
     if sum(prod(stop - start for start, stop in block.box) for block in blocks) != prod(shape):
         raise ValueError(f"the blocks of {name!r} are not the whole tensor; {_REMEDY}")
     return StoredTensor(dtype, shape, tuple(blocks))

@@ -180,7 +180,7 @@ def test_keyword_targets_and_built_in_ones(folder: Path, capsys: pytest.CaptureF
         (("why", "absent.json", "up", "--target", "cli_targets:tiny"), 2, "absent.json: cannot be read"),
         (("show", "absent.json"), 2, "absent.json: cannot be read"),
         (("check", "absent.json"), 2, "absent.json: cannot be read"),
-        (("show", "torn.json"), 2, "truncated"),
+        (("show", "torn.json"), 2, "breaks off"),
         (("show", "old.json"), 2, "version 0"),
         (("demo", "--ranks", "0"), 2, "a whole number of 1 or more"),
         (("demo", "--json", "absent/out.json"), 2, "an output is a file in a folder"),

@@ -46,7 +46,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     package = {name for name in names if ".dist-info/" not in name}
     page = {f"meshwright/compiler/report/page/{path.name}" for path in (ROOT / "compiler/report/page").glob("*.*")}
-    assert len(page) == 11
+    assert len(page) == 13
     assert package == {*source_modules(), *page, "meshwright/py.typed"}
     (metadata,) = (name.split("/")[0] for name in names if name.endswith(".dist-info/METADATA"))
     assert f"{metadata}/licenses/LICENSE" in names
