@@ -12,6 +12,7 @@ Other blocks are text. ``docs/examples/*.py`` are compiled here and run by the d
 
 from __future__ import annotations
 
+import json
 import py_compile
 import re
 import subprocess
@@ -46,6 +47,17 @@ def test_an_example_is_a_program(path: Path, tmp_path: Path) -> None:
     py_compile.compile(str(path), cfile=str(tmp_path / "out.pyc"), doraise=True)
     shown = [document.name for document in DOCUMENTS if path.name in document.read_text()]
     assert shown, f"no document speaks of {path.name}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "examples").glob("*.ipynb")), ids=lambda p: p.name)
+def test_the_cells_of_a_notebook_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)  # it is kept as it was written
+    names: dict[str, object] = {}
+    for number, cell in enumerate(cells):
+        exec(compile("".join(cell["source"]), f"{path.name}, cell {number}", "exec"), names)
+    assert "<iframe" in names["plan"]._repr_html_()  # type: ignore[attr-defined]
 
 
 def anchors_of(document: Path) -> set[str]:
