@@ -59,6 +59,8 @@ def main() -> int:
         except Exception as error:
             verdict, why = "wrong", f"{type(error).__name__}: {str(error)[-1500:]}"
         verdicts[verdict] += 1
+        if verdicts.total() % 50 == 0:
+            print(f"{verdicts.total()} cases: {dict(verdicts)}", flush=True)
         if verdict != "equal":
             told[seed] = f"{verdict}: {why}"
             print(f"case {seed}, {graph_case(seed).wishes}, {graph_case(seed).model.text}: {told[seed]}", flush=True)

@@ -385,7 +385,8 @@ class ChunkMemory:
         stored_in_parts = name in self._sharded_gradients and name not in buffers.of
 
         def hook(parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None
+            if parameter.grad is None:  # autograd came by with nothing: the loss does not depend on this weight
+                return
             if buffers.takes(name, last[0]):
                 buffers.fill(name, last[0])
                 parameter.grad = None
