@@ -59,7 +59,8 @@ OPS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[..., Tensor]]] = {
     "add": (lambda: [], lambda x, y: x + y),
     "product": (lambda: [], lambda x, y: x * torch.sigmoid(y)),
     "difference": (lambda: [], lambda x, y: torch.tanh(x - 2 * y)),
-    "choice": (lambda: [], lambda x, y: torch.where(x > y, x, 0.5 * y)),
+    # two results may be equal but for rounding, which must decide nothing
+    "choice": (lambda: [], lambda x, y: torch.where(x > y + 0.1, x, 0.5 * y)),
     "clamp": (lambda: [], lambda x, y: x.clamp(-1, 1) + y.abs()),
     "softmax": (lambda: [], lambda x, y: torch.softmax(x, -1) * y),
     "log softmax": (lambda: [], lambda x, y: F.log_softmax(x + y, -1)),
