@@ -28,7 +28,7 @@ from .compiler.pipeline.measured import MeasuredStep
 from .compiler.plan.lower import lower
 from .compiler.plan.plan import Plan
 from .compiler.plan.recompute import PlanLayers
-from .compiler.plan.validation import require_valid
+from .compiler.plan.validation import is_asynchronous, require_valid
 from .compiler.report.calibration import Recalibration
 from .compiler.report.explain import idle_text
 from .compiler.report.reprice import reprice
@@ -491,6 +491,11 @@ class Parallel:
             raise ValueError(
                 f"a plan runs on as many ranks as its cluster has devices, but got a plan for {decided.num_devices} "
                 f"and {dist.get_world_size()} ranks; start {decided.num_devices} ranks, and load a checkpoint there"
+            )
+        if is_asynchronous(decided):
+            raise ValueError(
+                f"another plan takes over with synchronous steps, but got one of schedule {decided.schedule!r}; take "
+                "another schedule, or save a checkpoint and start under that plan"
             )
         live = LiveState(session)
         following = self._session_of(graph, decided, None, without_initial_values, 0)

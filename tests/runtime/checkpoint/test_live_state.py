@@ -15,6 +15,7 @@ from meshwright.models import GPT
 from meshwright.runtime.checkpoint import LiveState, load_state
 from meshwright.runtime.checkpoint import live_state as module
 from meshwright.runtime.checkpoint.training_state import box_of, state_tensors
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.support.toy_model import CASES, Part, batch_of, reference, session_of
@@ -187,6 +188,15 @@ def refused() -> list[str]:
     attempt()
     parallel.optimizer_step()
     assert torch.isfinite(parallel.train_step(*tokens(2)))
+    x = torch.zeros(8, 16)
+    layers = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    asked: dict[str, Any] = {"example_inputs": (x,), "targets": (x,), "loss_fn": nn.functional.mse_loss}
+    one, other = (
+        mw.parallelize(layers, mw.Cluster.local(4), strategy="pp2,dp2", schedule=schedule, **asked)
+        for schedule in ("1f1b", "pipedream")
+    )
+    parallel = one
+    attempt(plan=other.plan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         parallel = trained("pp1,dp4", 1, local_steps=2)
@@ -197,8 +207,9 @@ def refused() -> list[str]:
 @pytest.mark.ranks
 def test_what_cannot_be_taken_over_is_refused(ranks: Any) -> None:
     for told in ranks.run(4, refused):
-        assert len(told) == 4, told
+        assert len(told) == 5, told
         assert "a plan for 2 and 4 ranks" in told[0]
         assert "7" in told[1]
         assert "gradients of a step that is not finished" in told[2]
-        assert "local_steps" in told[3]
+        assert "synchronous steps, but got one of schedule 'pipedream'" in told[3]
+        assert "local_steps" in told[4]
