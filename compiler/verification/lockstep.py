@@ -69,6 +69,9 @@ class LockstepGroup:
         if len(self) == 1:
             with use_context(Context(LockstepComm(self, 0), seed, step, microbatch)) as context:
                 return [fn(context.comm)]  # type: ignore[arg-type]
+        # In a forked process PyTorch makes its thread pool anew when first asked, and does not mind who else asks
+        # meanwhile: of two threads at once, one gets "Invalid thread pool!". So it is asked here.
+        torch.set_num_threads(torch.get_num_threads())
         threads = [threading.Thread(target=device, args=(rank,), daemon=True) for rank in range(len(self))]
         for thread in threads:
             thread.start()
