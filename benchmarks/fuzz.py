@@ -21,6 +21,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))  # ``tests``
+
 from fuzzing.mutants import mutant
 from fuzzing.readers import Reader, readers
 from reporting.results import Record, save_records, write_results

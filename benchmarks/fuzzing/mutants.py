@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+
+from tests.support.document_mutants import places
 
 __all__ = ["mutant"]
 
@@ -40,20 +42,13 @@ def mutant(good: bytes, number: int, seal: Callable[[Any], Any] | None = None) -
     return text.encode("utf-8", "surrogatepass"), how
 
 
-def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    for key in keys:
-        yield (*path, key)
-        yield from _places(value[key], (*path, key))
-
-
 def _structure(document: Any, draw: random.Random) -> tuple[Any, str]:
     changed = json.loads(json.dumps(document))
-    places = list(_places(changed))
-    if not places or draw.random() < 0.02:
+    found = list(places(changed))
+    if not found or draw.random() < 0.02:
         return draw.choice(WORDS), "another document"
-    top = draw.choice(sorted({str(path[0]) for path in places}))
-    path = draw.choice([path for path in places if str(path[0]) == top])  # its top-level fields are equally likely
+    top = draw.choice(sorted({str(path[0]) for path in found}))
+    path = draw.choice([path for path in found if str(path[0]) == top])  # its top-level fields are equally likely
     parent = changed
     for key in path[:-1]:
         parent = parent[key]

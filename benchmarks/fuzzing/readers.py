@@ -23,6 +23,8 @@ from meshwright.compiler.search.request import PlanRequest
 from meshwright.costmodel.profiler import ProfileState, TaskRecord
 from torch import nn
 
+from tests.support.document_mutants import Network
+
 __all__ = ["Reader", "readers"]
 
 
@@ -38,19 +40,6 @@ class Reader:
     write: Callable[[bytes, int], Path]
     read: Callable[[Path, int], str]
     seal: Callable[[Any], Any] | None = None
-
-
-class Network(nn.Module):
-    """Four linear layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 256), nn.Linear(256, 64)
-        self.c, self.d = nn.Linear(64, 256), nn.Linear(256, 64)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        x = self.b(torch.relu(self.a(x)))
-        return nn.functional.mse_loss(self.d(torch.relu(self.c(x))), y)
 
 
 def command(*arguments: object) -> str:

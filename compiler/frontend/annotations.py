@@ -5,7 +5,7 @@ Both change nothing that the model computes, here and under any plan. A capture 
     node.meta["stage"]    k       the op was called inside of ``with stage(k)``
     node.meta["split"]    rows    (dim, line of the call) of each ``shard`` of the op's result
 
-and a search turns them into constraints (``search.annotated``), beside those that the caller gives.
+and a search turns them into constraints (``search.constraints.annotations_of``), beside those that the caller gives.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def stage(index: int) -> Iterator[None]:
     order in which ``forward`` comes to them, without a gap; they are all of its stages. An op outside of them stays
     with the one that runs before it.
 
-    A plan cuts a model between its layers, as ``explain`` lists them. Planning raises ValueError where a stage would
-    begin inside of one. ValueError for another index.
+    A layer of the plan begins where a stage does. Planning raises ValueError for other numbers, and for a stage that
+    begins among the outputs of one op. ValueError for what is no index.
     """
     if isinstance(index, bool) or not isinstance(index, int) or index < 0:
         raise ValueError(f"a stage is 0, 1, 2, …, but got {index!r}")

@@ -54,8 +54,9 @@ class LiveState:
     def __init__(self, session: Session) -> None:
         self.step, self.rank, self.moved_bytes = session.step, session.rank, 0
         self._device = session.device if session.device.type == "cuda" else torch.device("cpu")
-        self._held = {name: (box_of(value), _local(value)) for name, value in state_tensors(session)}
-        mine = [(name, tuple(value.shape), value.dtype, self._held[name][0]) for name, value in state_tensors(session)]
+        values = dict(state_tensors(session))
+        self._held = {name: (box_of(value), _local(value)) for name, value in values.items()}
+        mine = [(name, tuple(value.shape), value.dtype, self._held[name][0]) for name, value in values.items()]
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (mine, facts_of(session)))
         self.facts = {**next((facts for _, facts in everyone if facts["groups"]), everyone[0][1]), "extra": {}}

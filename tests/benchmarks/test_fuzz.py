@@ -23,7 +23,7 @@ def test_damaged_files_are_refused_in_one_line(tmp_path: Path) -> None:
 
 
 def test_a_fault_of_a_reader_is_found(tmp_path: Path) -> None:
-    planted = "from fuzzing import readers, mutants\nimport json, runpy, sys\n" + (
+    planted = "import json, runpy, sys\n" + (
         "from meshwright.costmodel.profiler import ProfileState\n"
         "ProfileState.from_json = staticmethod(lambda text: json.loads(text)['records']['matmul 64'])\n"
         f"sys.argv = ['fuzz', '--cases', '40', '--only', 'interrupted profile', '--json', {str(tmp_path / 'f')!r}]\n"

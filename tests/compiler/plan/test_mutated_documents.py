@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import meshwright as mw
@@ -15,24 +14,12 @@ import torch
 from meshwright.compiler.plan.validation import validate
 from meshwright.compiler.report.explain import summary_json
 from meshwright.compiler.report.reprice import reprice
-from torch import nn
+
+from tests.support.document_mutants import Network, places
 
 MUTANTS = 300
 CPU = mw.Cluster.preset("cpu")
 WORDS = (None, "zzz", [], {}, True, -1, float("inf"), float("nan"), 10**400, "", 0, 1.5)
-
-
-class Network(nn.Module):
-    """Four linear layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 256), nn.Linear(256, 64)
-        self.c, self.d = nn.Linear(64, 256), nn.Linear(256, 64)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        x = self.b(torch.relu(self.a(x)))
-        return nn.functional.mse_loss(self.d(torch.relu(self.c(x))), y)
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +31,6 @@ def plans() -> list[mw.Plan]:
         mw.plan(network, CPU, strategy="pp2,tp2", microbatches=4, **asked),
         mw.plan(network, CPU, strategy="dp4", zero=1, microbatches=2, **asked),
     ]
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of every value inside."""
-    keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    for key in keys:
-        yield (*path, key)
-        yield from places(value[key], (*path, key))
 
 
 def mutant(document: Any, draw: random.Random) -> tuple[Any, tuple[Any, ...], str]:
