@@ -47,6 +47,7 @@ __all__ = ["RegularSearch", "is_regular_enough", "is_regular_only"]
 FACTORS = tuple(2.0**power for power in range(-5, 4))
 COARSE_FACTORS = (0.125, 1.0)
 MESHES_AT_ONCE = 8  # whose tables and bounds are made together
+LIFTED_AT_ONCE = 32  # whose first bounds are
 MAX_IRREGULAR_LAYERS, MAX_IRREGULAR_DEVICES = 48, 16  # of a request whose irregular plans are always looked for
 CLOCK_TOLERANCE = 1.05  # by which the clock may be wrong
 MAX_CANDIDATES = 24  # that are offered
@@ -77,7 +78,7 @@ class _Waiting:
     m: int = field(compare=False)
     mesh: int = field(compare=False)
     case: PipelineCase | None = field(compare=False, default=None)
-    #: True: its bound was lifted
+    #: True: its first bound, which is cheap, was lifted
     lifted: bool = field(compare=False, default=False)
 
 
@@ -100,6 +101,7 @@ class RegularSearch:
         self._solved_s = inf  # the least bound of the cases that were solved
         self._bounds: dict[tuple[int, int], MeshTable] = {}
         self._able: dict[tuple[int, int], list[int]] = {}  # numbers of groups with which anything fits
+        self._least: dict[int, int] = {}  # by mesh a microbatch count below which nothing fits
 
     @property
     def bound_s(self) -> float:
@@ -149,9 +151,17 @@ class RegularSearch:
                 bound_s = close_bound(self._bounds[first.m, first.mesh], first.m, first.case, self.tables.cuts)
                 first.lifted, first.bound_s = True, max(first.bound_s, self._true_bound(first.m, bound_s))
                 heappush(queue, first)
+            elif first.case is None and not first.lifted:
+                self._lift([first, *nsmallest(LIFTED_AT_ONCE, queue)])
+                heappush(queue, first)
+                heapify(queue)
             elif first.case is None:
+                if first.m < self._least.get(first.mesh, 0):
+                    continue
                 if (first.m, first.mesh) not in self._bounds:
                     self._look_ahead([first, *nsmallest(4 * MESHES_AT_ONCE, queue)])
+                if not self._able[first.m, first.mesh] and first.mesh not in self._least:
+                    self._least[first.mesh] = self._least_count(first.mesh)
                 for case, bound_s in self._expanded(first.m, first.mesh):
                     self._number += 1
                     heappush(queue, _Waiting(max(bound_s, first.bound_s), self._number, first.m, first.mesh, case))
@@ -163,31 +173,35 @@ class RegularSearch:
     def _start(self) -> list[_Waiting]:
         """The queue, made at the first question."""
         if self._queue is None:
-            tables = self.tables
-            tables.compute_pace_bounds()
-            least = self._least_counts()
-            meshes = [(m, g) for m in tables.counts for g in range(len(self.meshes)) if m >= least[g]]
-            tables.bound([(self.meshes[g][0], m, level) for m, g in meshes for level in self._coarse(m)])
-            self._queue = [_Waiting(self._mesh_bound(m, g), 0, m, g) for m, g in meshes]
+            self.tables.compute_pace_bounds()
+            meshes = [(m, g) for m in self.tables.counts for g in range(len(self.meshes))]
+            self._queue = [_Waiting(self._mesh_bound(m, g, []), 0, m, g) for m, g in meshes]
             heapify(self._queue)
         return self._queue
 
-    def _least_counts(self) -> list[int]:
-        """By mesh a microbatch count below which nothing fits, as microbatches are too large: by bisection over the
+    def _lift(self, waiting: Sequence[_Waiting]) -> None:
+        """Lift the bounds of those of these meshes whose bounds count no more than their least pace."""
+        rough = [one for one in waiting if one.case is None and not one.lifted]
+        levels = {one.m: self._coarse(one.m) for one in rough}
+        self.tables.bound([(self.meshes[one.mesh][0], one.m, level) for one in rough for level in levels[one.m]])
+        for one in rough:
+            one.bound_s = max(one.bound_s, self._mesh_bound(one.m, one.mesh, levels[one.m]))
+            one.lifted = True
+
+    def _least_count(self, g: int) -> int:
+        """A microbatch count below which nothing fits on a mesh, as microbatches are too large: by bisection over the
         counts whose microbatches all devices of the mesh can share, where more microbatches never take more memory."""
-        counts, batch = self.tables.counts, self.search.global_batch
-        shared = [[m for m in counts if batch // m % sites[0].num_devices == 0] for sites in self.meshes]
-        low = [0] * len(self.meshes)  # so many of these counts are known not to fit
-        high = [len(some) for some in shared]  # the first that is known to fit
-        while open_ := [g for g in range(len(self.meshes)) if low[g] < high[g]]:
-            middle = {g: (low[g] + high[g]) // 2 for g in open_}
-            self._find_groups([(shared[g][at], g) for g, at in middle.items()])
-            for g, at in middle.items():
-                if self._able[shared[g][at], g]:
-                    high[g] = at
-                else:
-                    low[g] = at + 1
-        return [shared[g][at - 1] + 1 if at else 0 for g, at in enumerate(low)]
+        number, batch = self.meshes[g][0].num_devices, self.search.global_batch
+        shared = [m for m in self.tables.counts if batch // m % number == 0]
+        low, high = 0, len(shared)  # so many are known not to fit; the first that is known to fit
+        while low < high:
+            middle = (low + high) // 2
+            self._find_groups([(shared[middle], g)])
+            if self._able[shared[middle], g]:
+                high = middle
+            else:
+                low = middle + 1
+        return shared[low - 1] + 1 if low else 0
 
     def _solve(self, waiting: _Waiting) -> list[Candidate]:
         """The pipelines of a case."""
@@ -228,9 +242,10 @@ class RegularSearch:
 
     # ---- bounds
 
-    def _mesh_bound(self, m: int, g: int) -> float:
-        """The bound of a mesh and count: the work of all layers on as many groups as there is room for."""
-        bound_s = mesh_bound(self._lower_bounds(m, g, self._coarse(m)), m, len(self._places[g]), self.tables.cuts)
+    def _mesh_bound(self, m: int, g: int, levels: Sequence[int]) -> float:
+        """The bound of a mesh and count: the work of all layers on as many groups as there is room for, by their least
+        pace and at these levels."""
+        bound_s = mesh_bound(self._lower_bounds(m, g, levels), m, len(self._places[g]), self.tables.cuts)
         return self._true_bound(m, bound_s)
 
     def _expanded(self, m: int, g: int) -> list[tuple[PipelineCase, float]]:

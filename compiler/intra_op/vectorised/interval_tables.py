@@ -2,8 +2,8 @@
 
 The cost of an interval is the min-plus product of its layers' tables (``layer_tables``) from a state of its first
 border to a state of its last one. It depends on the sequence of layer classes and borders alone, so intervals with
-equal sequences are one *run*: a GPT of 98 layers has 4,851 intervals and some 500 runs. All runs of one length are
-extended together. Runs are numbered by
+equal sequences are one *run*: a GPT of 98 layers has 4,851 intervals and some 500 runs. All runs that end with one
+layer are extended together. Runs are numbered by
 
     id(i, j + 1) = cons(id(i, j), class of layer j, border j + 1)
 
@@ -20,7 +20,7 @@ pace_s (actions included), step_s, transfer_s and the bytes are those of the cho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -41,7 +41,9 @@ __all__ = ["Composition", "IntervalComposer", "IntervalTables", "LayerRun", "Row
 
 
 Build = Callable[[Cases, int, Sequence[State], Sequence[State], Restriction, Sequence[str]], CaseSection]
-_SLICE = 256  # rows that one thread composes at a time
+_SLICE = 256  # rows that one thread composes at a time …
+_KEPT_CELLS = 2**25  # … or fewer, whose runs it can keep
+_BLOCK_CELLS = 2**15  # of the runs that are extended together
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,7 +267,9 @@ class IntervalComposer:
         def work(part: slice) -> np.ndarray:
             return Composition(runs, layers(part), borders, actions, peaks, case[part]).run()
 
-        parts = in_chunks(work, len(rows), _SLICE if len(rows) > 2 * _SLICE else max(1, -(-len(rows) // 2)))
+        states = max(len(seconds) for seconds, _ in borders.values())
+        most = min(_SLICE, max(1, _KEPT_CELLS // (8 * states * _most_kept(runs))))
+        parts = in_chunks(work, len(rows), most if len(rows) > 2 * most else max(1, -(-len(rows) // 2)))
         return np.concatenate(parts, axis=2)
 
     def _layer_floors(self, layer: int, rows: Sequence[Row]) -> np.ndarray:
@@ -443,18 +447,45 @@ def runs_of(classes: Sequence[str], borders: Sequence[Hashable]) -> tuple[list[L
     return runs, index
 
 
+def _in_order(runs: Sequence[LayerRun]) -> Iterator[tuple[list[int], list[int]]]:
+    """(the runs that end with a layer, those that no later run extends and no earlier pair named), layer by layer: each
+    run after the one that it extends."""
+    members: dict[int, list[int]] = {}
+    needed = [run.last for run in runs]  # the last layer that extends it
+    for number, run in enumerate(runs):
+        members.setdefault(run.last, []).append(number)
+        if run.before >= 0:
+            needed[run.before] = max(needed[run.before], run.last)
+    done: dict[int, list[int]] = {}
+    for number, last in enumerate(needed):
+        done.setdefault(last, []).append(number)
+    for last in sorted(members):
+        yield members[last], done.get(last, [])
+
+
+def _most_kept(runs: Sequence[LayerRun]) -> int:
+    """The most runs whose values are needed at any time."""
+    kept = most = 0
+    for members, done in _in_order(runs):
+        kept += len(members)
+        most, kept = max(most, kept), kept - len(done)
+    return most
+
+
+def _blocks(members: Sequence[int], cells: int) -> Iterator[Sequence[int]]:
+    """The runs in blocks whose arrays, of so many cells per run, stay in a core's cache."""
+    size = max(1, _BLOCK_CELLS // cells)
+    return (members[k : k + size] for k in range(0, len(members), size))
+
+
 def floors_of(runs: Sequence[LayerRun], tables: Mapping[str, np.ndarray], actions: np.ndarray) -> np.ndarray:
     """[runs, rows]: the least sum of each run's layers and of a stage's actions [rows], whatever its borders' states.
     tables: by class, [in states, out states, rows]."""
     floors = np.empty((len(runs), len(actions)))
-    by_length: dict[int, dict[str, list[int]]] = {}
-    for number, run in enumerate(runs):
-        by_length.setdefault(run.length, {}).setdefault(run.layer, []).append(number)
     before: dict[int, np.ndarray] = {}
-    for _, groups in sorted(by_length.items()):
-        now: dict[int, np.ndarray] = {}
-        for layer, members in groups.items():
-            table = tables[layer]
+    for every, done in _in_order(runs):
+        table = tables[runs[every[0]].layer]
+        for members in _blocks(every, table[0].size):
             ahead = [before[runs[n].before] if runs[n].before >= 0 else np.zeros(table.shape[::2]) for n in members]
             start = np.stack(ahead, axis=1)  # [in states, runs, rows]
             least = start[0][:, None] + table[0]
@@ -462,8 +493,9 @@ def floors_of(runs: Sequence[LayerRun], tables: Mapping[str, np.ndarray], action
             for state in range(1, len(table)):
                 np.minimum(least, np.add(start[state][:, None], table[state], out=total), out=least)
             floors[members] = least.min(axis=1) + actions
-            now |= {number: least[place] for place, number in enumerate(members)}
-        before = now
+            before |= {number: least[place] for place, number in enumerate(members)}
+        for number in done:
+            del before[number]
     return floors
 
 
@@ -489,23 +521,17 @@ class Composition:
 
     def run(self) -> np.ndarray:
         """[9, runs, rows]: cost, floor_s, the ``QUANTITIES`` and entry_s."""
-        by_length: dict[int, list[int]] = {}
-        for number, run in enumerate(self.runs):
-            by_length.setdefault(run.length, []).append(number)
         before: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        for _, numbers in sorted(by_length.items()):
-            groups: dict[str, list[int]] = {}
-            for number in numbers:
-                groups.setdefault(self.runs[number].layer, []).append(number)
-            now: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-            for key, members in groups.items():
+        for every, done in _in_order(self.runs):
+            key = self.runs[every[0]].layer
+            for members in _blocks(every, self.tables[key][0][0].size):
                 starts = [self._start(number, before) for number in members]
                 vectors = self._extended(key, np.stack([start for start, _ in starts], axis=1))
                 peak = np.maximum(np.stack([peak for _, peak in starts]), self.peaks[key])
-                for place, number in enumerate(members):
-                    now[number] = vectors[:, place], peak[place]
+                before |= {number: (vectors[:, place], peak[place]) for place, number in enumerate(members)}
                 self._leave(members, vectors, peak)
-            before = now
+            for number in done:
+                del before[number]
         return self.results
 
     def _start(self, number: int, before: dict[int, tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
@@ -549,7 +575,7 @@ class Composition:
         np.maximum(values[7], taken[4], out=values[7])
         return values
 
-    def _leave(self, members: list[int], vectors: np.ndarray, peak: np.ndarray) -> None:
+    def _leave(self, members: Sequence[int], vectors: np.ndarray, peak: np.ndarray) -> None:
         """The best state to leave in, for the runs ``members``."""
         _, num_runs, num_out, num_rows = vectors.shape
         back = np.stack([self.borders[self.runs[n].last + 1][1][:, self.case] for n in members])
