@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import InfeasibleError
+from ..errors import OverfullError
 from ..intra_op.stage_cost import STEP_CAUSES
 from ..plan.plan import Plan
 from .infeasible import nearest_miss
@@ -14,7 +14,7 @@ from .space import microbatch_counts
 from .state import PurePlan, SearchState
 from .tables import tables_of
 
-__all__ = ["find_alternatives", "pure_strategies", "why_excluded", "why_infeasible"]
+__all__ = ["find_alternatives", "pure_strategies", "why_excluded", "why_infeasible", "why_overfull"]
 
 
 def pure_strategies(search: SearchState) -> dict[str, Strategy]:
@@ -51,12 +51,17 @@ def why_excluded(search: SearchState, strategy: Strategy) -> str:
     return ""
 
 
-def why_infeasible(search: SearchState, error: InfeasibleError | None) -> str:
-    """The reason why the search of a strategy has no plan."""
+def why_infeasible(search: SearchState) -> str:
+    """The reason why nothing fits under a strategy, by the cost tables."""
     misses = tables_of(search).misses()
     if misses:
         return f"does not fit: {nearest_miss(misses).why.missing_bytes / 2**30:.2f} GiB per device missing"
-    return str(error) if error is not None else "does not fit"
+    return "does not fit"
+
+
+def why_overfull(plan: Plan, missed: OverfullError) -> str:
+    """The reason why a plan that tables believed to fit does not."""
+    return f"at {_ms(plan.prediction.step_s)} {str(missed).partition(';')[0]}"
 
 
 def _why(plan: Plan, other: Plan) -> str:

@@ -27,6 +27,7 @@ from ..memory.stage import with_stage_memories
 from ..pipeline.families import in_flight_formula, virtual_order
 from ..plan.plan import Chunk, GradientReduction, Plan, Prediction, StagePrediction
 from ..plan.recompute import recompute_of
+from ..text import bytes_text
 from .predict import merge_chunks, microbatch_flops, predict
 from .state import Candidate, SearchState, StageRow, batch_bytes
 
@@ -112,8 +113,8 @@ def within_memory(search: SearchState, plan: Plan, best: Candidate) -> Plan:
         size - max(known + batch, held if alone else 0.0) for size, known, held in zip(used, believed, by_rules)
     ]
     raise OverfullError(
-        f"stage {worst} ({len(plan.stages[worst].devices)} devices) needs {used[worst] / 2**30:.2f} GiB per device, "
-        f"but has {limits[worst] / 2**30:.2f} GiB: {(used[worst] - limits[worst]) / 2**20:,.0f} MiB missing; "
+        f"stage {worst} ({len(plan.stages[worst].devices)} devices) needs {bytes_text(used[worst])} per device, "
+        f"but has {bytes_text(limits[worst])}: {bytes_text(used[worst] - limits[worst])} missing; "
         "use more devices, more microbatches or a smaller batch",
         [(plan.stages[index].mesh_shape, best.rows[index].row[1], beside[index]) for index in full],
         [size if over[index] > 0.0 else inf for index, size in enumerate(leaner)] if alone else (),

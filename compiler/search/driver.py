@@ -57,7 +57,7 @@ from ..plan.validation import notes as asynchronous_notes
 from ..plan.validation import precision_notes
 from ..rules import rule_for
 from ..workers import ForkedTask
-from .alternatives import find_alternatives, pure_strategies, why_excluded, why_infeasible
+from .alternatives import find_alternatives, pure_strategies, why_excluded, why_infeasible, why_overfull
 from .build_plan import BuiltStages, build_plan, within_memory
 from .infeasible import infeasible_error
 from .irregular import ABOVE_LIMIT, LEAST_GAIN, IrregularSearch
@@ -245,7 +245,7 @@ def _pure_plans(search: SearchState) -> dict[str, PurePlan]:
 
 
 def _pure_plan(search: SearchState, strategy: Strategy) -> PurePlan:
-    """The best plan of one pure strategy."""
+    """The plan of one pure strategy that is fastest on the clock, or a leaner one where it does not fit."""
     if why := why_excluded(search, strategy):
         return PurePlan(why=why)
     inner = replace(
@@ -259,13 +259,23 @@ def _pure_plan(search: SearchState, strategy: Strategy) -> PurePlan:
         memory_corrections={},
         solved_stages={},
     )
+    regular = RegularSearch(inner)
     try:
-        plans, error = search_plans(inner)
+        found = regular.explore(inf)
+        if inner.cut_short == INTERRUPTED:  # all alternatives are
+            raise KeyboardInterrupt
+        if not found:
+            return PurePlan(why=why_infeasible(inner))
+        built: BuiltStages = {}
+        plan = build_plan(inner, found[0], built=built)
+        fitting, missed = _fit_memory(inner, plan, found[0], inf, built, retries=1)
+        if fitting is None and missed is not None and (again := regular.solved_again(found[0], missed)):
+            fitting, _ = _fit_memory(inner, build_plan(inner, again[0]), again[0], inf, {}, retries=0)
+        if fitting is None and missed is not None:
+            return PurePlan(why=why_overfull(plan, missed))
+        return PurePlan(fitting)
     except ValueError as refused:
         return PurePlan(why=str(refused))
-    if inner.cut_short == INTERRUPTED:  # all alternatives are
-        raise KeyboardInterrupt
-    return PurePlan(plans[0]) if plans else PurePlan(why=why_infeasible(inner, error))
 
 
 def compare_pure_plans(search: SearchState, plan: Plan) -> list[dict[str, Any]]:
@@ -398,7 +408,12 @@ def _shapes(candidate: Candidate) -> list[tuple[int, int, tuple[int, ...], float
 
 
 def _fit_memory(
-    search: SearchState, plan: Plan, candidate: Candidate, limit_s: float, built: BuiltStages
+    search: SearchState,
+    plan: Plan,
+    candidate: Candidate,
+    limit_s: float,
+    built: BuiltStages,
+    retries: int = MAX_MEMORY_RETRIES,
 ) -> tuple[Plan | None, OverfullError | None]:
     """(the plan of a candidate with its counted memory; the error of the first attempt, if that holds too much).
 
@@ -407,13 +422,13 @@ def _fit_memory(
     """
     first_error: OverfullError | None = None
     limits: tuple[float, ...] = ()
-    for times in range(1 + MAX_MEMORY_RETRIES):
+    for times in range(1 + retries):
         try:
             return within_memory(search, plan, candidate), first_error
         except OverfullError as missed:
             first_error = first_error or missed
             before, limits = limits, tuple(map(min, limits or missed.leaner, missed.leaner))
-        if limits == before or times == MAX_MEMORY_RETRIES:  # no strategy of the stages is as lean
+        if limits == before or times == retries:  # no strategy of the stages is as lean
             break
         plan = build_plan(search, candidate, limits, built)
         if plan.prediction.step_s >= limit_s:
