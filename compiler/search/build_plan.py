@@ -29,7 +29,7 @@ from ..plan.plan import Chunk, GradientReduction, Plan, Prediction, StagePredict
 from ..plan.recompute import recompute_of
 from ..text import bytes_text
 from .predict import merge_chunks, microbatch_flops, predict
-from .state import Candidate, SearchState, StageRow, batch_bytes
+from .state import Candidate, SearchState, batch_bytes
 
 __all__ = [
     "BuiltStages",
@@ -192,7 +192,7 @@ def _assembled(
         if fitting:
             parts.append(min(fitting, key=lambda one: one.prediction.forward_s + one.prediction.backward_s))
             continue
-        by_layer = _modes(search, row, modes, first, best.schedule)
+        by_layer = dict(enumerate(modes, first))
         is_free = len(twins) < MAX_FREE_TWINS
         question = (
             *(first, end, offset, shape, row.submesh.roles, m, flight, ways, states[0], states[-1], best.schedule),
@@ -235,16 +235,6 @@ def _answer(answers: Sequence[tuple[float, SolvedStage]], limit: float) -> Solve
         if limit == before or (limit < before and (held <= limit or held > before)):
             return part
     return None
-
-
-def _modes(search: SearchState, row: StageRow, modes: Sequence[str], first: int, schedule: str) -> dict[int, str]:
-    """The recompute modes of a stage's layers. Tables for 1F1B assume that the layer with the loss is never recomputed,
-    whatever its mode."""
-    if row.composer.cases.schedule != "1f1b" or schedule == "1f1b":
-        return dict(enumerate(modes, first))
-    losses = {result.node for result in search.graph.results if result.kind == "loss"}
-    layers = search.layering.layers
-    return {k: "none" if losses & set(layers[k].ops) else mode for k, mode in enumerate(modes, first)}
 
 
 def _twin(

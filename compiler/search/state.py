@@ -176,6 +176,14 @@ class SearchState:
             )
         return self.pricers[offset, shape]
 
+    @cached_property
+    def _loss_modes(self) -> dict[str, tuple[str, ...]]:
+        """The modes of the classes of layers that hold the loss: none but "none", unless another schedule than 1F1B is
+        asked for. Under 1F1B its backward follows at once, so that nothing is gained by running it again."""
+        losses = {result.node for result in self.graph.results if result.kind == "loss"}
+        holding = [layer for layer in self.layering.layers if losses & set(layer.ops)]
+        return {layer.class_key: ("none",) for layer in holding if self.space.schedules[0] == "1f1b"}
+
     def restriction(self, roles: tuple[str | None, ...]) -> Restriction:
         """The restriction of stages with these roles of their axes."""
         return Restriction(
@@ -184,7 +192,7 @@ class SearchState:
             residencies=self.space.residencies,
             replicated=self.resolved.replicated,
             split=self.resolved.split,
-            modes=self.resolved.modes,
+            modes=self.resolved.modes | self._loss_modes,
             loose=self.space.loose,
         )
 
