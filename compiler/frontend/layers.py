@@ -29,7 +29,7 @@ from ..ir.graph import PRIME, Graph, Source, op_name, output_of, types_of
 from ..rules import rule_for
 from ..rules.prune import Pruner
 
-__all__ = ["Layer", "Layering", "cluster_layers", "differentiable_nodes"]
+__all__ = ["Layer", "Layering", "cluster_layers", "differentiable_nodes", "floating_ops"]
 
 HEAVY = frozenset({"matmul", "attention", "convolution", "embedding", "routing"})
 
@@ -161,6 +161,11 @@ def differentiable_nodes(graph: Graph) -> frozenset[str]:
     if first._differentiable is None:
         first._differentiable = _classify(first)[2]
     return first._differentiable
+
+
+def floating_ops(graph: Graph) -> frozenset[str]:
+    """The ops that no weight and no changing buffer decides."""
+    return _classify(graph)[0]
 
 
 def _classify(graph: Graph) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:

@@ -21,6 +21,7 @@ from ..ir.graph import Graph, TensorType, op_name, tensor_operands, types_of
 from ..ir.ops import local_ops
 from .dense_experts import route_dense_experts
 from .graph_edits import Insertion, arguments_of, find_nodes, outputs_of, replace_node
+from .layers import floating_ops
 from .random_ops import draw_random_numbers
 
 __all__ = ["PASSES", "rewrite"]
@@ -387,6 +388,20 @@ def even_bags(graph: Graph) -> None:
         outputs[0].replace_all_uses_with(bags)
 
 
+def merge_equal_ops(graph: Graph) -> None:
+    """Replace floating ops (masks, positions: ``layers``) by earlier ones with the same arguments. Blocks that each make
+    the same mask would keep a copy each for their backward."""
+    floating, made = floating_ops(graph), dict[tuple[Any, ...], Node]()
+    for node in list(graph.fx.nodes):
+        if node.name not in floating or not op_name(node).startswith("aten.") or "split" in node.meta:
+            continue
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            continue
+        first = made.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)  # a node's repr is its name
+        if first is not node:
+            replace_node(graph, node, first)
+
+
 #: the passes, in the order in which they run
 PASSES: tuple[Callable[[Graph], None], ...] = (
     drop_unused,
@@ -409,5 +424,6 @@ PASSES: tuple[Callable[[Graph], None], ...] = (
     spell_out_broadcasts,
     drop_idle_ops,
     normalize_arguments,
+    merge_equal_ops,
     drop_unused,
 )

@@ -67,3 +67,27 @@ def test_a_new_tensor_has_no_gradient() -> None:
     graph = capture(Masked(), (torch.randn(4, 8),))
     (made,) = [node.name for node in graph.ops() if "new_full" in op_name(node)]
     assert made not in differentiable_nodes(graph)
+
+
+class Masking(nn.Module):
+    """Blocks each of which makes the same mask, and draws its own noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        for block in self.blocks:
+            causal = torch.ones(8, 8).tril()
+            mask = torch.where(keep[:, None, :] > 0, causal, 0.0)
+            x = block(x) + (x[:, None, :] * mask).sum(-1) * torch.exp(self.scale) + torch.rand_like(keep)
+        return x.square().mean()
+
+
+def test_equal_masks_are_made_once() -> None:
+    graph = capture(Masking(), (torch.randn(4, 8), torch.ones(4, 8)))
+    found = names(graph)
+    assert [found.count(name) for name in ("aten.tril.default", "aten.gt.Scalar")] == [1, 1]
+    assert found.count("aten.exp.default") == 3  # a weight decides it, so each layer has its own
+    assert found.count("meshwright.random_tensor") == 3
