@@ -70,7 +70,7 @@ def saved_bytes(
         if stays or (flows and _is_in(saved, node, k)):
             local = np.array([pricer.local_bytes(kind, c.outputs[k].value) for c in choices])
             kept, held = (kept + local, held) if stays else (kept, held + local)
-    if flows and (extra := extra_saved_bytes(node, pricer)):
+    if flows and (extra := extra_saved_bytes(node, pricer, grad)):
         size = np.array([extra * choice.work_share for choice in choices])  # what the work is on, whatever comes out
         stays = heavy or not recompute or node.name in recompute.plain
         kept, held = (kept + size, held) if stays else (kept, held + size)
@@ -81,12 +81,15 @@ def _is_in(saved: Saved, node: Node, k: int) -> bool:
     return (node.name, k) in saved or (k == 0 and node.name in saved)
 
 
-def extra_saved_bytes(node: Node, pricer: MeshPricer) -> float:
+def extra_saved_bytes(node: Node, pricer: MeshPricer, grad: Collection[str]) -> float:
     """Whole bytes that the op keeps beside operands and outputs."""
     extra = rule_for(node).temporary_bytes(node)
-    if rule_for(node).cost_kind == "attention" and writes_scores(pricer.device):
-        queries, keys = (operand.meta["type"] for operand in tensor_operands(node)[:2])
-        extra += prod(queries.shape[:-1]) * keys.shape[-2] * queries.dtype.itemsize  # the probabilities
+    if rule_for(node).cost_kind == "attention":
+        queries, keys, _, *masks = tensor_operands(node)
+        learned = pricer.device.kind == "cpu" and any(mask.name in grad for mask in masks)  # no fused kernel has that
+        if learned or writes_scores(pricer.device):
+            q, k = queries.meta["type"], keys.meta["type"]
+            extra += prod(q.shape[:-1]) * k.shape[-2] * q.dtype.itemsize  # the probabilities
     return extra
 
 

@@ -261,7 +261,7 @@ def _experts(tracker: Tracker, mesh_shape: Sequence[int]) -> Callable[..., torch
 
 def with_stand_ins(program: ChunkProgram, tracker: Tracker) -> Callable[..., tuple[torch.Tensor, ...]]:
     """The program as a function of meta tensors whose backward repeats its segments."""
-    attention = attention_stand_in(tracker.writes_scores)
+    attention = attention_stand_in(tracker.writes_scores, tracker.on_cpu)
 
     def ring(*args: Any, **kwargs: Any) -> torch.Tensor:
         return ring_attention(*args, **{**kwargs, "kernel": attention, "writes_scores": tracker.writes_scores})

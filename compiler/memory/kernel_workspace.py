@@ -61,24 +61,28 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, *_, beside = ctx.saved_tensors
+        query, key, value, mask, *_, beside = ctx.saved_tensors
         of_both = [torch.empty_like(beside) for _ in range(2)] if ctx.writes_scores else []
-        gradients = []
+        gradients: list[torch.Tensor | None] = []
         for x in (query, key, value):
             batch, heads, length, width = x.shape
             gradients.append(x.new_empty(batch, length, heads, width).transpose(1, 2))
         del of_both
-        return (*gradients, None, None)
+        gradients.append(None)
+        if ctx.needs_input_grad[3]:  # of every score, summed where the mask is broadcast
+            gradients[3] = query.new_empty([*query.shape[:-1], key.shape[-2]]).sum_to_size(mask.shape)
+        return (*gradients, None)
 
 
-def attention_stand_in(writes_scores: bool) -> Callable[..., torch.Tensor]:
-    """The stand-in for ``scaled_dot_product_attention``; ``writes_scores``: where no fused kernel is."""
+def attention_stand_in(writes_scores: bool, on_cpu: bool = True) -> Callable[..., torch.Tensor]:
+    """The stand-in for ``scaled_dot_product_attention``; ``writes_scores``: where no fused kernel is. The fused kernel of
+    CPUs has no gradient of the mask."""
 
     def attention(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, *rest: Any,
         **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
-        if query.dim() != 4 or (attn_mask is not None and attn_mask.requires_grad):
+        if query.dim() != 4 or (on_cpu and attn_mask is not None and attn_mask.requires_grad):
             return aten.scaled_dot_product_attention.default(query, key, value, attn_mask, *rest, **kwargs)
         return _Attention.apply(query, key, value, attn_mask, writes_scores)
 

@@ -322,7 +322,7 @@ class _Builder:
         divisor = self.cases.divisor[:, choices.splits]
         for _, rows in self.pricer.devices:
             pricer = self.cases.pricer(int(np.arange(self.cases.num)[rows][0]))
-            extra = np.array([extra_saved_bytes(one, pricer) for one in nodes])
+            extra = np.array([extra_saved_bytes(one, pricer, self.grad) for one in nodes])
             beside[rows] = extra[self.cases.extent_of][rows, None] / divisor[rows]
         if beside.any():
             for mode, re in self.recompute.items():

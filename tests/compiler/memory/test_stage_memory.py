@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from meshwright.compiler.cost.parameter_sharding import PATTERNS, shardings_by_pattern
 from meshwright.compiler.cost.pricing import MeshPricer
-from meshwright.compiler.cost.saved_tensors import saved_bytes
+from meshwright.compiler.cost.saved_tensors import extra_saved_bytes, saved_bytes
 from meshwright.compiler.errors import StageError
 from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.frontend.layers import differentiable_nodes
 from meshwright.compiler.ir.graph import op_name
 from meshwright.compiler.memory.abstract_run import Tracker
 from meshwright.compiler.memory.buffers import update_bytes
@@ -224,6 +225,40 @@ def test_attention_that_writes_its_scores_has_them_twice_over_the_probabilities_
     scores, rows = 2 * 4 * 512 * 512 * 4, 2 * 4 * 512 * 4
     assert [b - a for a, b in zip(*peaks)][:2] == [2 * scores - rows, scores - rows]
     assert peaks[1][2] > 3 * scores
+
+
+def test_only_a_cpu_keeps_the_probabilities_of_attention_with_a_learned_mask() -> None:
+    kept = {}
+    for on_cpu in (False, True):
+        query = torch.empty(2, 4, 512, 8, device="meta", requires_grad=True)
+        mask = torch.empty(1, 4, 512, 512, device="meta", requires_grad=True)
+        with Tracker("cpu" if on_cpu else "cuda") as tracker:
+            out = attention_stand_in(False, on_cpu)(query, query, query, mask)
+            kept[on_cpu] = tracker.total
+            (of_mask,) = torch.autograd.grad(out, [mask], torch.empty_like(out))
+        assert of_mask.shape == mask.shape
+    scores = 2 * 4 * 512 * 512 * 4
+    assert kept[False] < scores / 8
+    assert kept[True] >= scores
+
+
+def test_rules_know_what_attention_with_a_learned_mask_keeps() -> None:
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias, self.lift = nn.Parameter(torch.zeros(1, 4, 256, 256)), nn.Linear(32, 96)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            parts = self.lift(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+            return nn.functional.scaled_dot_product_attention(*parts, attn_mask=self.bias).square().mean()
+
+    graph = capture(Biased(), (torch.zeros(16, 256, 32),)).with_batch(16)
+    (node,) = (one for one in graph.ops() if "attention" in op_name(one))
+    on_cpu, fused = (
+        extra_saved_bytes(node, MeshPricer(cluster, 0, (), "SGD"), differentiable_nodes(graph))
+        for cluster in (Cluster.local(1), Cluster.parse("dgx-a100-80:1"))
+    )
+    assert on_cpu - fused == 16 * 4 * 256 * 256 * 4
 
 
 def test_program_that_cannot_run_without_data_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
