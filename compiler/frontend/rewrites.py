@@ -389,8 +389,8 @@ def even_bags(graph: Graph) -> None:
 
 
 def merge_equal_ops(graph: Graph) -> None:
-    """Replace floating ops (masks, positions: ``layers``) by earlier ones with the same arguments. Blocks that each make
-    the same mask would keep a copy each for their backward."""
+    """Replace floating ops (masks, positions: ``layers``) by earlier ones with the same arguments. Blocks that each
+    make the same mask would keep a copy each for their backward."""
     floating, made = floating_ops(graph), dict[tuple[Any, ...], Node]()
     for node in list(graph.fx.nodes):
         if node.name not in floating or not op_name(node).startswith("aten.") or "split" in node.meta:

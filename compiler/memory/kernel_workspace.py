@@ -75,8 +75,8 @@ class _Attention(torch.autograd.Function):
 
 
 def attention_stand_in(writes_scores: bool, on_cpu: bool = True) -> Callable[..., torch.Tensor]:
-    """The stand-in for ``scaled_dot_product_attention``; ``writes_scores``: where no fused kernel is. The fused kernel of
-    CPUs has no gradient of the mask."""
+    """The stand-in for ``scaled_dot_product_attention``; ``writes_scores``: where no fused kernel is. The fused kernel
+    of CPUs has no gradient of the mask."""
 
     def attention(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, *rest: Any,
