@@ -192,7 +192,7 @@ class SearchState:
             residencies=self.space.residencies,
             replicated=self.resolved.replicated,
             split=self.resolved.split,
-            modes=self.resolved.modes | self._loss_modes,
+            modes={**self.resolved.modes, **self._loss_modes},
             loose=self.space.loose,
         )
 
