@@ -70,8 +70,9 @@ measured: $(READY)  ## make docs/measured.md and README's table of the benchmark
 zoo: $(READY)  ## train 190 architectures on two ranks against eager PyTorch; makes docs/models.md
 	$(PYTHON) benchmarks/zoo.py
 
-pictures: $(READY)  ## draw the pictures of schedules and collectives in docs/images, from what the code does
+pictures: $(READY)  ## draw the pictures of schedules, collectives and plans in docs/images, from what the code does
 	$(PYTHON) docs/pictures.py
+	$(PYTHON) docs/gallery.py
 
 rules: $(READY)  ## check every sharding rule by execution; report wrong rules and missing splits
 	$(PYTHON) -m meshwright.compiler.verification.check_rules tests.support.zoo:ZOO

@@ -36,8 +36,9 @@ def test_the_examples_of_a_document_run(path: Path, tmp_path: Path) -> None:
     assert status == 0, printed[-6000:]
 
 
-def test_pictures_are_what_the_code_draws() -> None:
-    script = [sys.executable, str(ROOT / "docs/pictures.py"), "--check"]
+@pytest.mark.parametrize("name", ["pictures.py", "gallery.py"])
+def test_pictures_are_what_the_code_draws(name: str) -> None:
+    script = [sys.executable, str(ROOT / "docs" / name), "--check"]
     done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
