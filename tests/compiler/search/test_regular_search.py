@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import product
 from math import inf
 
 import pytest
@@ -168,10 +169,17 @@ def test_a_time_limit_ends_the_search_with_a_plan_and_a_note(graph):
 # ---- one clock
 
 
-@pytest.mark.xfail(reason="known fault: stages are solved anew after the clock, which is off by up to 5 %")
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved", "zb-v"])
-@pytest.mark.parametrize("cluster", ["8x4090:2", "p3.16xlarge:2"])
+CLOCKED = [*product(["8x4090:2", "p3.16xlarge:2"], ["1f1b", "zb-h1", "interleaved", "zb-v"], [2, 4])]
+CLOSE = {
+    ("8x4090:2", "zb-v", 4), ("p3.16xlarge:2", "1f1b", 4), ("p3.16xlarge:2", "zb-h1", 4),
+    ("p3.16xlarge:2", "interleaved", 2),
+}  # fmt: skip
+FAULT = pytest.mark.xfail(strict=True, reason="known fault: stages are solved anew after the clock: off by up to 5 %")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "schedule", "stages"), [pytest.param(*one, marks=() if one in CLOSE else FAULT) for one in CLOCKED]
+)
 def test_the_clock_of_tied_weights_is_that_of_the_simulation(cluster, schedule, stages):
     graph = gpt(64, vocab=8192, hidden=512, tied=True)
     search = begun(graph, Cluster.parse(cluster), schedule, constraints=f"stages = {stages}", microbatches=8)
