@@ -414,6 +414,10 @@ class Plan:
         text: str = method("explain")(self, graph, width)
         return text
 
+    def __str__(self) -> str:
+        """The text of ``explain``, which ``print(plan)`` shows."""
+        return self.explain()
+
     def why(self, name: str, graph: Graph | None = None, cluster: Cluster | None = None) -> Any:
         """Return the choice for a layer, module, op or weight with the cost per step of every alternative: a
         ``compiler.report.why.Why``.

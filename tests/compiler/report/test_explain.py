@@ -165,6 +165,11 @@ def test_alternatives_are_listed(automatic: Plan) -> None:
         assert expected in line
 
 
+def test_a_printed_plan_is_explained(automatic: Plan) -> None:
+    assert str(automatic) == explain(automatic)
+    assert repr(automatic).startswith("Plan(model=")
+
+
 def test_idle_devices_are_said(automatic: Plan) -> None:
     used = sum(len(stage.devices) for stage in automatic.stages)
     assert summary_json(automatic)["idle_devices"] == 8 - used
