@@ -16,6 +16,9 @@ from .tables import tables_of
 
 __all__ = ["find_alternatives", "pure_strategies", "why_excluded", "why_infeasible", "why_overfull"]
 
+#: of a tensor-parallel alternative: counting the memory of a ring of attention takes a while for each of its rounds
+MOST_TENSOR_DEVICES = 128
+
 
 def pure_strategies(search: SearchState) -> dict[str, Strategy]:
     """The strategy of each pure kind on all devices."""
@@ -39,7 +42,9 @@ def find_alternatives(plan: Plan, pure: Mapping[str, PurePlan]) -> list[dict[str
 
 
 def why_excluded(search: SearchState, strategy: Strategy) -> str:
-    """The reason why a strategy cannot be searched; empty if it can."""
+    """The reason why a strategy cannot be searched, or is not; empty if it is."""
+    if strategy.tp > MOST_TENSOR_DEVICES:
+        return f"not looked for: {strategy.tp:,} devices would share every op"
     if strategy.pp > len(search.layering.layers):
         return f"the model has {len(search.layering.layers)} layers, fewer than {strategy.pp} stages"
     if broken := search.constraints.excludes(strategy):
