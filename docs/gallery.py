@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from pictures import IMAGES, KINDS, box, document, text
+from pictures import IMAGES, KINDS, box, document, text, write_or_check
 
 RECORDED = Path(__file__).parents[1] / "tests" / "golden_plans"
 PAGE = Path(__file__).with_name("gallery.md")
@@ -81,26 +81,11 @@ def documents() -> dict[Path, str]:
         record = json.loads(path.read_text())
         plan, question = record["decisions"]["plans"][0], record["question"]
         name, cluster = question["model"]["name"], question["cluster"]["text"]
-        if (IMAGES / f"gallery-{name}.svg") in made:
-            name += "-mixed"
         made[IMAGES / f"gallery-{name}.svg"] = picture(name, plan)
-        batch = f" --global-batch {plan['global_batch']}"
-        command = f"meshwright plan {question['model']['name']} --cluster {cluster}{batch}"
+        command = f"meshwright plan {name} --cluster {cluster} --global-batch {plan['global_batch']}"
         sections.append(section(name, command, record["words"]["explain"]))
     return {**made, PAGE: HEAD + "\n".join(sections)}
 
 
-def main() -> int:
-    """Write the page and its pictures, or check them."""
-    wrong = 0
-    for path, made in documents().items():
-        if "--check" not in sys.argv:
-            path.write_text(made)
-        elif not path.exists() or path.read_text() != made:
-            wrong += 1
-            print(f"{path} is not what it would be; run make pictures")
-    return 1 if wrong else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(documents()))

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from meshwright.compiler.pipeline.families import generate, known_schedules
@@ -185,17 +185,22 @@ def all_reduce() -> str:
     return document(parts, max(560, 14 + 130 * most), y + 12, "All-reduce algorithms, round by round")
 
 
-def main() -> int:
-    """Write the pictures, or check them."""
+def write_or_check(documents: Mapping[Path, str]) -> int:
+    """Write the files, or with ``--check`` compare them: 1 if one is not what it would be."""
     wrong = 0
-    for name, draw in (("schedules", schedules), ("primitives", primitives), ("all-reduce", all_reduce)):
-        path, made = IMAGES / f"{name}.svg", draw()
+    for path, made in documents.items():
         if "--check" not in sys.argv:
             path.write_text(made)
         elif not path.exists() or path.read_text() != made:
             wrong += 1
             print(f"{path} is not what it would be; run make pictures")
     return 1 if wrong else 0
+
+
+def main() -> int:
+    """Write the pictures, or check them."""
+    drawn = {"schedules": schedules(), "primitives": primitives(), "all-reduce": all_reduce()}
+    return write_or_check({IMAGES / f"{name}.svg": made for name, made in drawn.items()})
 
 
 if __name__ == "__main__":

@@ -291,7 +291,7 @@ class Prediction:
     flops: float
     #: FLOPs per step that several devices repeat, counted once per extra device
     replicated_flops: float
-    #: the best plans of data, tensor and pipeline parallelism alone: name, step_s, why
+    #: plans of data, tensor and pipeline parallelism alone: name, step_s, why
     alternatives: tuple[Mapping[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
     #: seconds per step of the busiest stage by the source of their prices: "measured" (this very op or message),

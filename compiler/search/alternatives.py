@@ -1,4 +1,4 @@
-"""The best data-, tensor- and pipeline-parallel plans, by their simulated seconds, and the reason why each one lost."""
+"""A fast data-, tensor- and pipeline-parallel plan each, at its simulated seconds, and the reason why it lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pure_strategies(search: SearchState) -> dict[str, Strategy]:
 
 
 def find_alternatives(plan: Plan, pure: Mapping[str, PurePlan]) -> list[dict[str, Any]]:
-    """The best plan of each pure kind: name, step_s (None if infeasible) and why it lost."""
+    """The plan of each pure kind: name, step_s (None if infeasible) and why it lost."""
     return [
         {"name": name, "step_s": None, "why": alternative.why}
         if alternative.plan is None

@@ -13,7 +13,7 @@ every pass by its name.
     refine        solve each chosen stage as one problem under its memory limit           build_plan, intra_op/stage
     simulate      price messages between stages and time the schedule                     predict, pipeline/simulate
     memory        count the peak bytes of each stage by a run without data                memory/stage
-    alternatives  find the best data-, tensor- and pipeline-parallel plans                alternatives
+    alternatives  find a fast data-, tensor- and pipeline-parallel plan each              alternatives
 
 The loop::
 
@@ -417,7 +417,7 @@ def _fit_memory(
 ) -> tuple[Plan | None, OverfullError | None]:
     """(the plan of a candidate with its counted memory; the error of the first attempt, if that holds too much).
 
-    Stages that hold too much are solved again under a lower limit, a few times. The plan is None if it then takes
+    Stages that hold too much are solved again under a lower limit, ``retries`` times. The plan is None if it then takes
     ``limit_s`` or longer, or still holds too much. built: the candidate's stages so far.
     """
     first_error: OverfullError | None = None

@@ -153,7 +153,7 @@ class RegularSearch:
                 heappush(queue, first)
             elif first.case is None and not first.lifted:
                 self._lift([first, *nsmallest(LIFTED_AT_ONCE, queue)])
-                heappush(queue, first)
+                queue.append(first)
                 heapify(queue)
             elif first.case is None:
                 if first.m < self._least.get(first.mesh, 0):

@@ -268,7 +268,7 @@ class IntervalComposer:
             return Composition(runs, layers(part), borders, actions, peaks, case[part]).run()
 
         states = max(len(seconds) for seconds, _ in borders.values())
-        most = min(_SLICE, max(1, _KEPT_CELLS // (8 * states * _most_kept(runs))))
+        most = min(_SLICE, max(1, _KEPT_CELLS // (8 * states * self._most_kept)))
         parts = in_chunks(work, len(rows), most if len(rows) > 2 * most else max(1, -(-len(rows) // 2)))
         return np.concatenate(parts, axis=2)
 
@@ -345,6 +345,15 @@ class IntervalComposer:
     def _runs(self) -> tuple[list[LayerRun], np.ndarray]:
         """The distinct runs, and the run of every interval."""
         return runs_of(*self._alike)
+
+    @cached_property
+    def _most_kept(self) -> int:
+        """The most runs whose values are needed at any time."""
+        kept = most = 0
+        for members, done in _in_order(self._runs[0]):
+            kept += len(members)
+            most, kept = max(most, kept), kept - len(done)
+        return most
 
     def _by_layer(self, row: Row, first: int, end: int) -> list[tuple[LayerTables, int]]:
         """The tables of layers [first, end), and the position of this row in them."""
@@ -461,15 +470,6 @@ def _in_order(runs: Sequence[LayerRun]) -> Iterator[tuple[list[int], list[int]]]
         done.setdefault(last, []).append(number)
     for last in sorted(members):
         yield members[last], done.get(last, [])
-
-
-def _most_kept(runs: Sequence[LayerRun]) -> int:
-    """The most runs whose values are needed at any time."""
-    kept = most = 0
-    for members, done in _in_order(runs):
-        kept += len(members)
-        most, kept = max(most, kept), kept - len(done)
-    return most
 
 
 def _blocks(members: Sequence[int], cells: int) -> Iterator[Sequence[int]]:

@@ -280,7 +280,7 @@ def test_a_microbatch_too_small_for_all_devices(graphs):
     assert data["why"] == "no microbatch of global batch 16 in 4 parts falls into 16 equal parts"
 
 
-def test_tensor_parallelism_of_a_thousand_devices_is_no_alternative(graphs):
+def test_tensor_parallelism_of_hundreds_of_devices_is_no_alternative(graphs):
     plan = make_plan(graphs("gpt", 64), Cluster.parse("dgx-h100:32"), 1024, microbatches=4)
     (tensor,) = (row for row in plan.prediction.alternatives if row["name"] == "tensor")
     assert tensor["step_s"] is None
