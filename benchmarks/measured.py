@@ -58,6 +58,10 @@ SECTIONS = (
         "Seconds from the blow to one of three ranks until the others have named it and ended, with a time-out of 5 s.",
     ),
     Section(
+        "checkpoints", "Saving and loading",
+        "A GPT with Adam on two ranks, files in the page cache; the peer moves the same bytes and does nothing else.",
+    ),
+    Section(
         "random_graphs", "Random graphs",
         "Graphs of up to eleven of 36 kinds of op, in fp64, under drawn wishes: verified, and trained on two ranks "
         "against eager PyTorch.",

@@ -11,8 +11,9 @@ Every file and folder is synced to disk before the step that relies on it. So wh
 complete checkpoint stays; the next save clears what was left behind. A checkpoint that replaces one of the same step
 moves that out of the way first, to ``.step-00000042.replaced``, which is found as long as the new one is not there.
 
-A block is the part [start, stop) of each dim of a tensor that lies in one file, with its CRC-32. Whoever needs a part
-of it reads the block, checks it, and copies: in memory are the tensors that are filled, and one block.
+A block is the part [start, stop) of each dim of a tensor that lies in one file, with the XXH3-64 of its bytes (the
+CRC-32 in checkpoints of schema 1). Whoever needs a part of it reads the block, checks it, and copies: in memory are the
+tensors that are filled, and one block.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from ...costmodel.files import parse_document, sync_folder, write_atomically
 from .safetensors import DTYPE_NAMES, DTYPES, as_bytes, header, write_safetensors
@@ -41,14 +43,16 @@ __all__ = [
 ]  # fmt: skip
 
 FORMAT = "meshwright checkpoint"
-SCHEMA = 1
+SCHEMA = 2
+#: Schema → the key of a block's checksum in the manifest.
+_CHECKSUMS = {1: "crc32", SCHEMA: "xxh3"}
 MANIFEST = "manifest.json"
 MAX_DIMS = 64
 _STEP = re.compile(r"step-(\d{8,18})")
 _PART = re.compile(r"rank-(\d{1,7})\.safetensors")
 _POLL_S = 0.01
 _REMEDY = "load an earlier checkpoint"
-_CHUNK_BYTES = 2**24  # written, or given to the checksum, at once
+_CHUNK_BYTES = 2**20  # read or written, and given to the checksum while the processor's cache has it
 Box = tuple[tuple[int, int], ...]  # [start, stop) of each dim
 
 
@@ -58,7 +62,7 @@ class StoredBlock:
 
     file: str
     start: int
-    crc32: int
+    checksum: int
     box: Box
 
 
@@ -123,12 +127,13 @@ def write_part(folder: Path, rank: int, tensors: Iterable[tuple[str, tuple[int, 
     with open(partial / file, "wb") as out:
         out.write(begin)
         for name, shape, box, values in blocks:
-            crc, data = 0, memoryview(as_bytes(values))
+            checksum, data = xxhash.xxh3_64(), memoryview(as_bytes(values))
             for k in range(0, len(data), _CHUNK_BYTES):
                 piece = data[k : k + _CHUNK_BYTES]
-                crc = zlib.crc32(piece, crc)
+                checksum.update(piece)
                 out.write(piece)
-            entries.append([name, DTYPE_NAMES[values.dtype], list(shape), start, crc, [list(part) for part in box]])
+            entry = [name, DTYPE_NAMES[values.dtype], list(shape), start, checksum.intdigest()]
+            entries.append([*entry, [list(part) for part in box]])
             start += len(data)
         out.flush()
         os.fsync(out.fileno())
@@ -159,11 +164,11 @@ def commit(folder: Path, facts: Mapping[str, Any], ranks: int, keep: int | None,
             time.sleep(_POLL_S)
         part = json.loads(mark.read_text())
         files[part["file"]] = part["bytes"]
-        for name, dtype, shape, start, crc, box in part["blocks"]:
+        for name, dtype, shape, start, checksum, box in part["blocks"]:
             blocks = tensors.setdefault(name, {"dtype": dtype, "shape": shape, "blocks": []})["blocks"]
             if (key := (name, tuple(map(tuple, box)))) not in seen:  # a block that several ranks wrote counts once
                 seen.add(key)
-                blocks.append({"file": part["file"], "start": start, "crc32": crc, "box": box})
+                blocks.append({"file": part["file"], "start": start, _CHECKSUMS[SCHEMA]: checksum, "box": box})
     for rank in range(ranks):
         (partial / f"rank-{rank}.json").unlink()
     manifest = {"format": FORMAT, "schema": SCHEMA, "ranks": ranks, **facts, "files": files, "tensors": tensors}
@@ -211,7 +216,7 @@ class Checkpoint:
                 raise ValueError(f"{self.path}: holds no checkpoint (no complete folder step-N)")
             self.path = newest
         try:
-            self._read(parse_document((self.path / MANIFEST).read_text(), "checkpoint", FORMAT, [SCHEMA], _REMEDY))
+            self._read(parse_document((self.path / MANIFEST).read_text(), "checkpoint", FORMAT, [*_CHECKSUMS], _REMEDY))
         except OSError as error:
             raise ValueError(f"{self.path / MANIFEST}: cannot be read: {error}") from error
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -224,7 +229,7 @@ class Checkpoint:
     def _read(self, document: dict[str, Any]) -> None:
         if document.pop("crc32") != _checksum(document):
             raise ValueError(f"is not as it was written (checksum); {_REMEDY}")
-        self.facts = document
+        self.facts, self._checksum_key = document, _CHECKSUMS[document["schema"]]
         for name, kinds in (("extra", dict), ("groups", list), ("loss_scale", dict | None)):
             if not isinstance(document[name], kinds):
                 raise ValueError(f"{name} is {str(document[name])[:40]!r}; {_REMEDY}")
@@ -237,7 +242,8 @@ class Checkpoint:
             real = (self.path / name).stat().st_size if (self.path / name).is_file() else None
             if real != size:
                 raise ValueError(f"{name} has {'no' if real is None else real} bytes instead of {size}")
-        self.tensors = {name: _tensor(name, entry, sizes) for name, entry in document["tensors"].items()}
+        key = self._checksum_key
+        self.tensors = {name: _tensor(name, entry, sizes, key) for name, entry in document["tensors"].items()}
 
     def finish(self) -> None:
         """Nothing is left to do: blocks are read when they are asked for."""
@@ -270,19 +276,33 @@ class Checkpoint:
         return out
 
     def _read_block(self, name: str, block: StoredBlock, values: torch.Tensor) -> None:
-        data, crc, read = memoryview(as_bytes(values)), 0, 0
+        data, read = memoryview(as_bytes(values)), 0
+        checksum = xxhash.xxh3_64() if self._checksum_key == "xxh3" else _Crc32()
         try:
             with open(self.path / block.file, "rb", buffering=0) as file:
                 file.seek(block.start)
                 while read < len(data) and (got := file.readinto(data[read : read + _CHUNK_BYTES])):
-                    crc = zlib.crc32(data[read : read + got], crc)
+                    checksum.update(data[read : read + got])
                     read += got
         except OSError as error:
             raise ValueError(f"{self.path / block.file}: cannot be read: {error}") from error
-        if read < len(data) or crc != block.crc32:
+        if read < len(data) or checksum.intdigest() != block.checksum:
             raise ValueError(
                 f"{self.path / block.file}: the bytes of {name!r} are not those that were written (checksum); {_REMEDY}"
             )
+
+
+class _Crc32:
+    """CRC-32 as ``xxhash`` has its checksums."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: memoryview) -> None:
+        self._value = zlib.crc32(data, self._value)
+
+    def intdigest(self) -> int:
+        return self._value
 
 
 def export_safetensors(
@@ -303,13 +323,13 @@ def export_safetensors(
     return write_safetensors(folder, entries, lambda name: stored.whole(start + name), max_file_bytes)
 
 
-def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**62:
+def _count(value: Any, limit: int = 2**62) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
         raise ValueError(f"{str(value)[:40]!r} is not a count")
     return value
 
 
-def _tensor(name: str, entry: Mapping[str, Any], sizes: Mapping[str, int]) -> StoredTensor:
+def _tensor(name: str, entry: Mapping[str, Any], sizes: Mapping[str, int], checksum: str) -> StoredTensor:
     dtype, shape = DTYPES[entry["dtype"]], tuple(_count(size) for size in entry["shape"])
     if len(shape) > MAX_DIMS:
         raise ValueError(f"{name!r} has {len(shape)} dims")
@@ -321,7 +341,7 @@ def _tensor(name: str, entry: Mapping[str, Any], sizes: Mapping[str, int]) -> St
             raise ValueError(f"a block of {name!r} lies outside of its shape")
         if start + prod(b - a for a, b in box) * dtype.itemsize > sizes[one["file"]]:
             raise ValueError(f"a block of {name!r} lies outside of {one['file']}")
-        blocks.append(StoredBlock(one["file"], start, _count(one["crc32"]), box))
+        blocks.append(StoredBlock(one["file"], start, _count(one[checksum], 2**64), box))
     if sum(prod(stop - start for start, stop in block.box) for block in blocks) != prod(shape):
         raise ValueError(f"the blocks of {name!r} are not the whole tensor; {_REMEDY}")
     return StoredTensor(dtype, shape, tuple(blocks))

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,30 @@ def test_any_part_is_read_and_other_tools_read_the_files(tmp_path: Path) -> None
     assert sorted(path.name for path in folder.iterdir()) == [
         "manifest.json", "rank-0.safetensors", "rank-1.safetensors",
     ]  # fmt: skip
+
+
+def test_a_checkpoint_of_schema_1_is_read_and_checked(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    manifest, w = folder / "manifest.json", torch.arange(24.0).view(6, 4)
+    document = json.loads(manifest.read_text())
+    del document["crc32"]
+    document["schema"] = 1
+    for tensor in document["tensors"].values():
+        for block in tensor["blocks"]:
+            data, count = (folder / block["file"]).read_bytes(), 1
+            for start, stop in block["box"]:
+                count *= stop - start
+            size = storage.DTYPES[tensor["dtype"]].itemsize * count
+            del block["xxh3"]
+            block["crc32"] = zlib.crc32(data[block["start"] : block["start"] + size])
+    manifest.write_text(json.dumps({**document, "crc32": storage._checksum(document)}))
+    assert torch.equal(Checkpoint(folder).whole("w"), w)
+    flip = folder / "rank-0.safetensors"
+    data = bytearray(flip.read_bytes())
+    data[document["tensors"]["w"]["blocks"][0]["start"]] ^= 1
+    flip.write_bytes(data)
+    with pytest.raises(ValueError, match="'w' are not those that were written"):
+        Checkpoint(folder).whole("w")
 
 
 def test_newest_is_found_and_the_oldest_go(tmp_path: Path) -> None:
