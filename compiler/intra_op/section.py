@@ -223,8 +223,8 @@ class StageContext:
     microbatches: int
     restriction: Restriction = NO_RESTRICTION
     recompute: Recompute = NOTHING
-    #: False: ops and weights keep the choices of the cost tables.
-    is_free: bool = True
+    #: The choices that a small stage makes anew: "all", those of "weights", or "none", which keeps the cost tables'.
+    open_choices: str = "all"
 
 
 def build_section(

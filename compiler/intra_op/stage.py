@@ -2,14 +2,15 @@
 
 The interval tables choose strategies layer by layer between boundary states. Here all tensors, tied parameters and
 floating ops of the stage are seen at once. First every op keeps the label that the tables chose, and the rest
-(parameters, inputs, floating ops) is solved around it. A small stage is then solved freely under the memory limit.
+(parameters, inputs, floating ops) is solved around it. The choices of weights in a small stage, and those of all ops in
+a small graph, are then solved freely under the memory limit.
 
 **Messages of parameters.** In the problem a gradient costs its share of a full bucket, and a weight that is gathered
 layer by layer costs its share of the layer's largest message. These seconds add up, and they are lower bounds. A small
 stage fills no bucket, so its messages really take longer. Where the real price (``price_stage``) is above that of the
 problem, the stage is solved again without one kind of message over one group of axes, as long as this helps. The
-choice with the least real price wins among those that fit. In a larger stage whose layers gather weights, ops keep
-their labels meanwhile.
+choice with the least real price wins among those that fit. In larger stages only those are solved again whose layers
+gather weights.
 """
 
 from __future__ import annotations
@@ -270,9 +271,10 @@ def solve_stage(
     if len(around) < len(labels):
         kept = section(labels)
         best = min(best, (kept, stage.solve(kept)), key=stage.price)
-    if context.is_free and len(composed.names) <= FREE_SOLVE_OPERATORS and pricer.num_devices > 1:
+    is_open = context.open_choices != "none" and len(composed.names) <= FREE_SOLVE_OPERATORS and pricer.num_devices > 1
+    if is_open and context.open_choices == "all":
         best = stage.improve(best, section(None))
-    elif any(what == "layers" for what, _ in _messages_of_choice(pricer, *best)):
+    elif is_open or any(what == "layers" for what, _ in _messages_of_choice(pricer, *best)):
         ops = {name: text for name, text in labels.items() if nodes[name].op != "placeholder"}
         best = stage.improve(best, section(ops))
     return describe_stage(context, layers, *best, in_flight, framework, reductions)

@@ -193,10 +193,10 @@ def _assembled(
             parts.append(min(fitting, key=lambda one: one.prediction.forward_s + one.prediction.backward_s))
             continue
         by_layer = dict(enumerate(modes, first))
-        is_free = len(twins) < MAX_FREE_TWINS
+        choices = "none" if len(twins) >= MAX_FREE_TWINS else "all" if search.small else "weights"
         question = (
             *(first, end, offset, shape, row.submesh.roles, m, flight, ways, states[0], states[-1], best.schedule),
-            *(tuple(by_layer.items()), frozenset(labels.items()), is_free),
+            *(tuple(by_layer.items()), frozenset(labels.items()), choices),
         )
         answers = search.solved_stages.setdefault(question, [])
         part = _answer(answers, limit)
@@ -205,7 +205,7 @@ def _assembled(
             recompute = recompute_of(graph, search.layering, by_layer, best.schedule)
             restriction = search.restriction(row.submesh.roles)
             part = solve_stage(
-                StageContext(graph, search.layering, pricer, m, restriction, recompute, is_free),
+                StageContext(graph, search.layering, pricer, m, restriction, recompute, choices),
                 (first, end),
                 (states[0], states[-1]),
                 labels,
