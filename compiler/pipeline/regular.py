@@ -149,10 +149,14 @@ class MeshTable:
         bound = np.maximum(self.pace, (self.value - prices[:, None, None] * room).max(axis=0, initial=0.0))
         return np.where(allowed & (room >= 0), bound, inf)
 
-    def limit(self, group: int) -> float:
-        """Bytes of each device of a group."""
+    def limits(self, group: int) -> Floats:
+        """[levels] the bytes of each device of a group that a level may fill."""
         offset, site = self.places[group]
-        return self.table.options[site].limit(offset)
+        return np.array([option.limit(offset) for option in self.table.options[site :: self.sites]])
+
+    def limit(self, group: int) -> float:
+        """The most bytes of each device of a group that any level may fill."""
+        return float(self.limits(group).max())
 
 
 @dataclass(frozen=True)
@@ -397,7 +401,8 @@ class _Solver:
             options = np.arange(mesh.levels) * mesh.sites + mesh.places[k][1]
             q = in_flight_formula(self.case.schedule, k, p, m)
             held = table.resident[options] + table.transient[options] + q * table.saved[options]
-            fits = (held <= mesh.limit(k)) & self.allowed & np.isfinite(table.pace_s[options])
+            within = held <= mesh.limits(k)[:, None, None]
+            fits = within & self.allowed & np.isfinite(table.pace_s[options])
             t, once = table.pace_s[options], table.step_s[options]
             x = table.transfer_s[options] + (0.0 if table.entry_s is None else table.entry_s[options])
             head = np.where(fits, m * t + once, inf)
@@ -508,7 +513,7 @@ class _Solver:
             held = table.resident[options, first, end].sum(axis=1) + table.transient[options, first, end].max(axis=1)
             held = held + (table.saved[options, first, end] @ self._flights[k].T).max(axis=1)
             held = np.where(np.isfinite(load), held, inf)
-            fits = held <= mesh.limit(k)
+            fits = held <= mesh.limits(k)[combos].min(axis=1)
             all_fit &= bool(fits.any())
             chosen[k] = combos[np.where(fits, load, inf).argmin() if fits.any() else held.argmin()]
         return chosen, all_fit
