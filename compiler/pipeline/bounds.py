@@ -343,4 +343,6 @@ def clock_seconds(
     if m <= short + p:
         return played(m)
     short_s, long_s = played(short), played(short + p)
-    return long_s + (m - short - p) * (long_s - short_s) / p
+    # a group that is a little slower than the others holds them up only after many microbatches
+    busy_s = max(step[k] + m * sum(t for t, stage in zip(pace, home) if stage == k) for k in range(p))
+    return max(busy_s, long_s + (m - short - p) * (long_s - short_s) / p)

@@ -12,9 +12,13 @@ program over stages and layers that knows the memory of each stage exactly::
 
 and those of the most even division, where that is another.
 
+A stage whose faster level does not fit would leave the bytes empty that the next level spares. So it may be a *mix*:
+its first layers at the faster level, as many as there is room for, the others at the level that fits.
+
 With several chunks, one program finds the least largest chunk, another the division that is most even under it (least
 Σ t²). Then every group takes the levels of its chunks with which it is fastest within its memory (every combination of
-levels is compared), and the division is made again for these levels, while that gets faster.
+levels is compared). The slowest group is made faster by mixes, as long as there is one, and the division is made again
+for these levels, while that gets faster.
 
 Memory of group k: Σ resident + the most that is saved at any time + the largest transient; what is in flight of each
 chunk is read off the schedule (``in_flight_by_chunk``), because a loss's large saved bytes are held only briefly.
@@ -38,8 +42,8 @@ gradients of weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise, product
 from math import inf
@@ -49,7 +53,7 @@ from numpy.typing import NDArray
 
 from .families import PIPEDREAM, generate, in_flight_formula, virtual_order
 from .recurrence import fill_share
-from .table import Floats, Pipeline, PipelineTable, StageChoice, StageConstraints
+from .table import Floats, Mix, Pipeline, PipelineTable, StageChoice, StageConstraints
 
 __all__ = [
     "MeshTable",
@@ -68,7 +72,10 @@ __all__ = [
 ]  # fmt: skip
 
 _PERIODS = 3  # groups of about p microbatches: after so many a schedule repeats itself
+_MOST_MIXED = 1.2  # of a case's bound: stages that take longer are not mixed
 _ROUNDS = 3  # times that the layers are divided again for other levels
+#: the runs of layers of a chunk, (option, first layer, end layer): one, or the two of a mix
+_Parts = Sequence[tuple[int, int, int]]
 _TIE = 1e-9  # of a case's seconds: what an uneven division is worth where W is the same
 
 
@@ -89,7 +96,8 @@ class MeshTable:
     whole: True if seconds t in ``value`` have a stage's work per step, divided by the microbatches, in them.
     value: the least of t + byte · resident + saved_byte · saved of any choice; pace: the least seconds whatever the
     bytes; trip: these without the gradients of weights; peak: the bytes that a run of layers takes beside at some time,
-    whatever is chosen.
+    whatever is chosen; actions_s: the part of each pace that a stage takes once, where all else is a sum over its
+    layers, so that levels may be mixed (None: they may not).
     """
 
     table: PipelineTable
@@ -103,6 +111,11 @@ class MeshTable:
     near: Sequence[tuple[bool, bool]]
     hosts: Sequence[int]
     whole: bool = True
+    actions_s: float | None = None
+
+    def pace_of(self, parts: _Parts) -> float:
+        """Seconds per microbatch of a chunk."""
+        return float(sum(self.table.pace_s[one] for one in parts)) - (len(parts) - 1) * (self.actions_s or 0.0)
 
     @property
     def levels(self) -> int:
@@ -116,11 +129,11 @@ class MeshTable:
             [option.offsets for option in self.table.options[: self.sites]], self.table.options[0].num_devices
         )
 
-    def messages(self, at: Sequence[tuple[int, int, int]], groups: Sequence[int]) -> list[tuple[float, float]]:
-        """Seconds of a message ahead and back across each border between chunks (option, first layer, end layer) of
-        these groups, by where the groups really lie."""
+    def messages(self, chunks: Sequence[_Parts], groups: Sequence[int]) -> list[tuple[float, float]]:
+        """Seconds of a message ahead and back across each border between chunks of these groups, by where the groups
+        really lie."""
         found = []
-        for (one, other), (a, b) in zip(pairwise(at), pairwise(groups)):
+        for ((*_, one), (other, *_)), (a, b) in zip(pairwise(chunks), pairwise(groups)):
             if a == b:
                 found.append((0.0, 0.0))
                 continue
@@ -149,23 +162,22 @@ class MeshTable:
         bound = np.maximum(self.pace, (self.value - prices[:, None, None] * room).max(axis=0, initial=0.0))
         return np.where(allowed & (room >= 0), bound, inf)
 
-    def limits(self, group: int) -> Floats:
-        """[levels] the bytes of each device of a group that a level may fill."""
+    def limits(self, group: int) -> tuple[float, float]:
+        """The least and the most bytes of each device of a group that a level may fill. What the estimates of one
+        level leave out, those of all do, so plans keep to the least; bounds, to the most."""
         offset, site = self.places[group]
-        return np.array([option.limit(offset) for option in self.table.options[site :: self.sites]])
-
-    def limit(self, group: int) -> float:
-        """The most bytes of each device of a group that any level may fill."""
-        return float(self.limits(group).max())
+        limits = [option.limit(offset) for option in self.table.options[site :: self.sites]]
+        return min(limits), max(limits)
 
 
 @dataclass(frozen=True)
 class RegularAnswer:
-    """The best pipelines of a case (none if nothing fits by the table) and a bound on those with the cuts that were
-    looked at."""
+    """The best pipelines of a case (none if nothing fits by the table), a bound on those with the cuts that were looked
+    at, and the mixes in them, which are numbered as options behind those of the table."""
 
     pipelines: tuple[Pipeline, ...]
     bound_s: float
+    mixes: tuple[Mix, ...] = ()
 
 
 def places(offsets_by_site: Sequence[Sequence[int]], num_devices: int) -> list[tuple[int, int]]:
@@ -334,7 +346,7 @@ def dual_levels(mesh: MeshTable, m: int, case: PipelineCase, allowed: NDArray[np
     for k in range(case.groups):
         held = in_flight_formula(case.schedule, k, case.groups, m, case.chunks if case.chunks > 1 else None)
         held = max(1, held // case.chunks)
-        bounds = [total - mesh.limit(k) * max(b, s / held) for total, b, s in zip(sums, mesh.byte, mesh.saved_byte)]
+        bounds = [total - mesh.limits(k)[1] * max(b, s / held) for total, b, s in zip(sums, mesh.byte, mesh.saved_byte)]
         found.append(int(np.argmax(bounds)))
     return [level for level in dict.fromkeys(found) if mesh.byte[level] > 0]
 
@@ -377,12 +389,35 @@ def solve_case(mesh: MeshTable, m: int, case: PipelineCase, constraints: StageCo
     return solver.single() if case.chunks == 1 else solver.chunked()
 
 
+@dataclass(eq=False)
+class _Runs:
+    """Arrays [L, L + 1] of the runs of layers as one stage: the level, m · pace + step, W from there on; and of a mix
+    the level of the first layers and where they end (0: no mix)."""
+
+    level: NDArray[np.intp]
+    head: Floats
+    path: Floats
+    first: NDArray[np.intp] = field(init=False)
+    cut: NDArray[np.intp] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first, self.cut = np.zeros_like(self.level), np.zeros_like(self.level)
+
+    def parts(self, first: int, end: int, options: NDArray[np.intp]) -> _Parts:
+        """The parts of a run. options: by level."""
+        option, cut = int(options[self.level[first, end]]), int(self.cut[first, end])
+        if not cut:
+            return [(option, first, end)]
+        return [(int(options[self.first[first, end]]), first, cut), (option, cut, end)]
+
+
 @dataclass(frozen=True, eq=False)
 class _Solver:
     mesh: MeshTable
     m: int
     case: PipelineCase
     allowed: NDArray[np.bool_]
+    mixes: list[Mix] = field(default_factory=list)
 
     @cached_property
     def _fill(self) -> float:
@@ -395,13 +430,14 @@ class _Solver:
         """The cuts and levels of least W, and the least W on lower bounds."""
         p, m, mesh, table = self.case.groups, self.m, self.mesh, self.mesh.table
         layers = table.num_layers
+        low_s = float(_least_paths(mesh, m, self.case.schedule, self.allowed, p)[p])
         rest = np.where(np.arange(layers + 1) == layers, 0.0, inf)
-        ends, chosen, heads = [], [], []
+        ends, chosen = [], list[_Runs]()
         for k in reversed(range(p)):
-            options = np.arange(mesh.levels) * mesh.sites + mesh.places[k][1]
+            options = self._options_of(k)
             q = in_flight_formula(self.case.schedule, k, p, m)
             held = table.resident[options] + table.transient[options] + q * table.saved[options]
-            within = held <= mesh.limits(k)[:, None, None]
+            within = held <= mesh.limits(k)[0]
             fits = within & self.allowed & np.isfinite(table.pace_s[options])
             t, once = table.pace_s[options], table.step_s[options]
             x = table.transfer_s[options] + (0.0 if table.entry_s is None else table.entry_s[options])
@@ -410,24 +446,67 @@ class _Solver:
             path = np.maximum(head, self._fill * seconds + x + rest)
             path = path + _TIE * seconds**2 / max(float(seconds.max()), 1e-30)
             level = path.argmin(axis=0)
-            value = np.take_along_axis(path, level[None], axis=0)[0]
-            end = value.argmin(axis=1)
+            at = level[None]
+            runs = _Runs(level, np.take_along_axis(head, at, axis=0)[0], np.take_along_axis(path, at, axis=0)[0])
+            self._mix(runs, k, q, fits, rest, low_s)
+            end = runs.path.argmin(axis=1)
             ends.append(end)
-            chosen.append(level)
-            heads.append(np.take_along_axis(head, level[None], axis=0)[0])
-            rest = np.append(np.take_along_axis(value, end[:, None], axis=1)[:, 0], inf)
-        low_s = float(_least_paths(mesh, m, self.case.schedule, self.allowed, p)[p])
+            chosen.append(runs)
+            rest = np.append(np.take_along_axis(runs.path, end[:, None], axis=1)[:, 0], inf)
         if not np.isfinite(rest[0]):
             return RegularAnswer((), low_s)
         cuts = [0]
         for end in reversed(ends):
             cuts.append(int(end[cuts[-1]]))
-        even = _even(heads[::-1])
+        even = _even([runs.head for runs in reversed(chosen)])
         found = []
         for one in dict.fromkeys((tuple(cuts), even or tuple(cuts))):
-            levels = [int(level[both]) for level, both in zip(reversed(chosen), pairwise(one))]
-            found.append(self._pipeline(one, [n * mesh.sites + mesh.places[k][1] for k, n in enumerate(levels)]))
-        return RegularAnswer(tuple(found), low_s)
+            parts = [
+                runs.parts(*both, self._options_of(k))
+                for k, (runs, both) in enumerate(zip(chosen[::-1], pairwise(one)))
+            ]
+            found.append(self._pipeline(parts))
+        return RegularAnswer(tuple(found), low_s, tuple(self.mixes))
+
+    def _options_of(self, k: int) -> NDArray[np.intp]:
+        """[levels] the options of a group."""
+        return np.arange(self.mesh.levels) * self.mesh.sites + self.mesh.places[k][1]
+
+    @cached_property
+    def _distinct(self) -> list[int]:
+        """A level of each kind: those of one kind have equal seconds."""
+        pace = self.mesh.table.pace_s[:: self.mesh.sites]
+        return sorted({pace[level].tobytes(): level for level in reversed(range(len(pace)))}.values())
+
+    def _mix(self, runs: _Runs, k: int, q: int, fits: NDArray[np.bool_], rest: Floats, low_s: float) -> None:
+        """Make runs faster whose first layers have room for a faster level, where that could matter."""
+        mesh, table, options = self.mesh, self.mesh.table, self._options_of(k)
+        limit, _ = mesh.limits(k)
+        most_s = _MOST_MIXED * low_s
+        for level in self._distinct if mesh.actions_s is not None else ():
+            one = options[level]
+            whole = self.m * table.pace_s[one] + table.step_s[one]
+            i, j = np.nonzero(np.isfinite(runs.head) & ~fits[level] & (whole < np.minimum(runs.head, most_s)))
+            i, j = i[j - i > 1], j[j - i > 1]
+            other = options[runs.level[i, j]]
+            low, high = i.copy(), j.copy()  # so far the first layers fit; so far they do not
+            while len(i) and (high - low > 1).any():
+                cut = (low + high) // 2
+                held = table.resident[one, i, cut] + table.resident[other, cut, j]
+                held += q * (table.saved[one, i, cut] + table.saved[other, cut, j])
+                held += np.maximum(table.transient[one, i, cut], table.transient[other, cut, j])
+                possible = np.isfinite(table.pace_s[one, i, cut]) & np.isfinite(table.pace_s[other, cut, j])
+                room = (held <= limit) & possible
+                low, high = np.where(room, cut, low), np.where(room, high, cut)
+            some = low > i
+            i, j, cut, other = i[some], j[some], low[some], other[some]
+            t = table.pace_s[one, i, cut] + table.pace_s[other, cut, j] - (mesh.actions_s or 0.0)
+            head = self.m * t + table.step_s[one, i, cut] + table.step_s[other, cut, j]
+            x = table.transfer_s[other, cut, j] + (0.0 if table.entry_s is None else table.entry_s[one, i, cut])
+            path = np.maximum(head, self._fill * t + x + rest[j])
+            better = path < runs.path[i, j]
+            at = i[better], j[better]
+            runs.head[at], runs.path[at], runs.cut[at], runs.first[at] = head[better], path[better], cut[better], level
 
     # -- several chunks per group
 
@@ -440,21 +519,89 @@ class _Solver:
             for _ in range(_ROUNDS):
                 bound_s = min(bound_s, self.bound(cuts))
                 levels, fits = self._levels(cuts)
-                found = self._pipeline(cuts, self._options(levels)) if fits else None
+                chunks = self._mixed(cuts, levels) if fits else self._whole(cuts, levels)
+                found = self._pipeline(chunks) if fits else None
                 if found is not None and (best is None or found.estimate_s < best.estimate_s):
                     best = found
-                again = self._divided_again(levels)
+                again = self._divided_again(chunks)
                 if again is None or again == cuts or (found is not None and found.estimate_s > before_s):
                     break
                 cuts, before_s = again, found.estimate_s if found is not None else before_s
-        return RegularAnswer((best,) if best is not None else (), bound_s)
+        return RegularAnswer((best,) if best is not None else (), bound_s, tuple(self.mixes))
 
-    def _divided_again(self, levels: NDArray[np.intp]) -> tuple[int, ...] | None:
-        """An even division by the seconds of the table at the levels of each chunk."""
-        table = self.mesh.table
-        options = self._options(levels)
-        arrays = {one: np.where(self.allowed, table.pace_s[one], inf) for one in dict.fromkeys(options)}
-        return _even([arrays[one] for one in options])
+    def _divided_again(self, chunks: Sequence[_Parts]) -> tuple[int, ...] | None:
+        """An even division by the seconds of the table at the levels of each chunk; of a mix, in their proportion."""
+        pace, arrays = self.mesh.table.pace_s, dict[tuple[tuple[int, float], ...], Floats]()
+        order = []
+        for parts in chunks:
+            length = parts[-1][2] - parts[0][1]
+            key = tuple((option, (j - i) / length) for option, i, j in parts)
+            if key not in arrays:
+                arrays[key] = np.where(self.allowed, sum(share * pace[option] for option, share in key), inf)
+            order.append(arrays[key])
+        return _even(order)
+
+    def _whole(self, cuts: Sequence[int], levels: NDArray[np.intp]) -> list[_Parts]:
+        """The chunks at these levels, in the order of the layers."""
+        at = zip(self._places, pairwise(cuts))
+        return [[(int(self._options_of(k)[levels[k, c]]), i, j)] for (k, c), (i, j) in at]
+
+    def _mixed(self, cuts: Sequence[int], levels: NDArray[np.intp]) -> list[_Parts]:
+        """The chunks at these levels, with mixes in the slowest group until that cannot be made faster."""
+        chunks, table = self._whole(cuts, levels), self.mesh.table
+        of_group: dict[int, list[int]] = {}
+        for n, (k, _) in sorted(enumerate(self._places), key=lambda entry: entry[1]):
+            of_group.setdefault(k, []).append(n)
+
+        def seconds(parts: _Parts) -> float:
+            return self.m * self.mesh.pace_of(parts) + float(sum(table.step_s[one] for one in parts))
+
+        loads = {k: sum(seconds(chunks[n]) for n in numbers) for k, numbers in of_group.items()}
+        while self.mesh.actions_s is not None:
+            slowest = max(loads, key=loads.__getitem__)
+            found = self._faster(slowest, [chunks[n] for n in of_group[slowest]], seconds)
+            if found is None:
+                break
+            place, parts, gain = found
+            chunks[of_group[slowest][place]] = parts
+            loads[slowest] -= gain
+        return chunks
+
+    def _faster(
+        self, k: int, chunks: Sequence[_Parts], seconds: Callable[[_Parts], float]
+    ) -> tuple[int, _Parts, float] | None:
+        """(the place of a chunk of a group, its parts as a mix, the seconds that this gains): the mix that gains
+        most."""
+        table, options = self.mesh.table, self._options_of(k)
+        limit, _ = self.mesh.limits(k)
+
+        def fits(parts: Sequence[_Parts]) -> bool:
+            every = [one for some in parts for one in some]
+            if not all(np.isfinite(table.pace_s[one]) for one in every):
+                return False
+            saved = np.array([sum(table.saved[one] for one in some) for some in parts])
+            held = sum(table.resident[one] for one in every) + max(table.transient[one] for one in every)
+            return bool(held + (self._flights[k] @ saved).max() <= limit)
+
+        best: tuple[int, _Parts, float] | None = None
+        for place, parts in enumerate(chunks):
+            ((option, i, j), *rest), now_s = parts, seconds(parts)
+            for level in self._distinct if not rest else ():
+                if seconds([(int(options[level]), i, j)]) >= now_s:
+                    continue
+                low, high = i, j
+                while high - low > 1:
+                    cut = (low + high) // 2
+                    mixed = [(int(options[level]), i, cut), (option, cut, j)]
+                    if fits([*chunks[:place], mixed, *chunks[place + 1 :]]):
+                        low = cut
+                    else:
+                        high = cut
+                mixed = [(int(options[level]), i, low), (option, low, j)]
+                gain = now_s - seconds(mixed) if low > i else 0.0
+                if gain > (0.0 if best is None else best[2]):
+                    best = place, mixed, gain
+        return best
 
     @cached_property
     def divisions(self) -> list[tuple[int, ...]]:
@@ -494,11 +641,6 @@ class _Solver:
     def _flights(self) -> tuple[NDArray[np.intp], ...]:
         return in_flight_by_chunk(self.case.schedule, self.case.groups, self.m, self.case.chunks)
 
-    def _options(self, levels: NDArray[np.intp]) -> list[int]:
-        """The option of every chunk, in the order of the layers."""
-        mesh = self.mesh
-        return [int(levels[k, c]) * mesh.sites + mesh.places[k][1] for k, c in self._places]
-
     def _levels(self, cuts: Sequence[int]) -> tuple[NDArray[np.intp], bool]:
         """(the levels [groups, chunks] with which every group is fastest within its memory, True if all fit). A group
         that never fits takes what holds least."""
@@ -513,7 +655,7 @@ class _Solver:
             held = table.resident[options, first, end].sum(axis=1) + table.transient[options, first, end].max(axis=1)
             held = held + (table.saved[options, first, end] @ self._flights[k].T).max(axis=1)
             held = np.where(np.isfinite(load), held, inf)
-            fits = held <= mesh.limits(k)[combos].min(axis=1)
+            fits = held <= mesh.limits(k)[0]
             all_fit &= bool(fits.any())
             chosen[k] = combos[np.where(fits, load, inf).argmin() if fits.any() else held.argmin()]
         return chosen, all_fit
@@ -534,7 +676,7 @@ class _Solver:
             pace = mesh.pace[first, end]
             gain = np.maximum(mesh.value[:, first, end] - pace, 0.0)  # [levels, chunks]
             theta = np.minimum(1.0, ratio[:, None, None] * self._flights[k])  # [levels, times, chunks]
-            room = mesh.limit(k) - float(mesh.peak[first, end].max())
+            room = mesh.limits(k)[1] - float(mesh.peak[first, end].max())
             if room < 0:
                 return inf
             loads = (theta * gain[:, None]).sum(axis=2).max(axis=1) - mesh.byte * room
@@ -546,23 +688,25 @@ class _Solver:
 
     # -- the figures of a pipeline
 
-    def _pipeline(self, cuts: Sequence[int], options: Sequence[int]) -> Pipeline:
-        """The pipeline with these cuts and options, one of each per chunk in the order of the layers."""
+    def _pipeline(self, chunks: Sequence[_Parts]) -> Pipeline:
+        """The pipeline of these chunks, in the order of the layers."""
         case, table, m = self.case, self.mesh.table, self.m
         p, v = case.groups, case.chunks
         places = self._places if v > 1 else tuple((k, 0) for k in range(p))
-        at = [(option, first, end) for option, (first, end) in zip(options, pairwise(cuts))]
-        pace = [float(table.pace_s[one]) for one in at]
-        both_ways = self.mesh.messages(at, [group for group, _ in places])
+        both_ways = self.mesh.messages(chunks, [group for group, _ in places])
         messages = [ahead + back for ahead, back in both_ways]
+        pace, saved, chunk_bytes = [], np.zeros((p, v)), []
         load, step, resident, transient = ([0.0] * p for _ in range(4))
-        saved = np.zeros((p, v))
-        for (group, chunk), one, t in zip(places, at, pace):
-            load[group] += t
-            step[group] += float(table.step_s[one])
-            resident[group] += float(table.resident[one])
-            transient[group] = max(transient[group], float(table.transient[one]))
-            saved[group, chunk] = float(table.saved[one])
+        for (group, chunk), parts in zip(places, chunks):
+            pace.append(self.mesh.pace_of(parts))
+            held = sum(float(table.resident[one]) for one in parts)
+            running = max(float(table.transient[one]) for one in parts)
+            load[group] += pace[-1]
+            step[group] += sum(float(table.step_s[one]) for one in parts)
+            resident[group] += held
+            transient[group] = max(transient[group], running)
+            saved[group, chunk] = sum(float(table.saved[one]) for one in parts)
+            chunk_bytes.append(held + running)
         estimate = before = 0.0
         for k in range(p):
             estimate = max(estimate, before + m * load[k] + step[k])
@@ -571,6 +715,7 @@ class _Solver:
         worst = [times[(times @ s).argmax()] for s, times in zip(saved, self._flights)]
         peaks = [r + t + float(times @ s) for r, t, s, times in zip(resident, transient, saved, worst)]
         offsets = [self.mesh.places[group][0] for group in range(p)]
+        at = [(self._number(parts), parts[0][1], parts[-1][2]) for parts in chunks]
         return Pipeline(
             stages=tuple(StageChoice(i, j, option, offsets[g]) for (g, _), (option, i, j) in zip(places, at)),
             path_s=estimate,
@@ -578,15 +723,25 @@ class _Solver:
             estimate_s=estimate,
             in_flight=tuple(in_flight_formula(case.schedule, k, p, m, v if v > 1 else None) for k in range(p)),
             peak_bytes=tuple(peaks),
-            limit_bytes=tuple(self.mesh.limit(k) for k in range(p)),
+            limit_bytes=tuple(self.mesh.limits(k)[0] for k in range(p)),
             idle_devices=table.num_devices - p * table.options[0].num_devices,
             chunks=v,
             messages_s=tuple(both_ways),
             chunk_bytes=tuple(
-                float(table.resident[one] + table.transient[one]) + float(worst[group][chunk] * saved[group, chunk])
-                for (group, chunk), one in zip(places, at)
+                held + float(worst[group][chunk] * saved[group, chunk])
+                for (group, chunk), held in zip(places, chunk_bytes)
             )
             if v > 1
             else (),
             chunk_in_flight=tuple(int(worst[group][chunk]) for group, chunk in places) if v > 1 else (),
         )
+
+    def _number(self, parts: _Parts) -> int:
+        """The option of a chunk; of a mix, the number that it has behind the options of the table."""
+        (one, first, end), *rest = parts
+        if not rest:
+            return one
+        mix = Mix(one, rest[0][0], first, end, rest[0][2])
+        if mix not in self.mixes:
+            self.mixes.append(mix)
+        return len(self.mesh.table.options) + self.mixes.index(mix)

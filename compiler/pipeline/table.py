@@ -7,8 +7,8 @@ made by whoever knows the graph and solved by ``stage_dp`` and ``regular``.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ __all__ = [
     "InfeasiblePipeline",
     "LagrangianBound",
     "LowerBounds",
+    "Mix",
     "Pipeline",
     "PipelineSolution",
     "PipelineTable",
@@ -161,6 +162,34 @@ class PipelineTable:
         shape = (len(self.options), layers, layers + 1)
         _check_arrays(self, shape, ("pace_s", "transfer_s", "step_s", "resident", "saved", "transient", "entry_s"))
 
+    def with_mixes(self, mixes: Sequence[Mix], actions_s: float) -> PipelineTable:
+        """The table with an option behind the others for each mix, which can run its layers only. actions_s: the part
+        of each pace that a stage takes once, whatever its layers."""
+        if not mixes:
+            return self
+        arrays = {}
+        for name in ("pace_s", "transfer_s", "step_s", "resident", "saved", "transient", "entry_s"):
+            if (known := getattr(self, name)) is None:
+                continue
+            made = np.full((len(mixes), *known.shape[1:]), inf if name == "pace_s" else 0.0)
+            for number, (one, other, first, cut, end) in enumerate(mixes):
+                ahead, behind = known[one, first, cut], known[other, cut, end]
+                match name:
+                    case "pace_s":
+                        value = ahead + behind - actions_s
+                    case "transient":
+                        value = max(ahead, behind)
+                    case "entry_s":
+                        value = ahead
+                    case "transfer_s":
+                        value = behind
+                    case _:
+                        value = ahead + behind
+                made[number, first, end] = value
+            arrays[name] = np.concatenate([known, made])
+        options = (*self.options, *(self.options[mix.first] for mix in mixes))
+        return replace(self, options=options, **arrays)
+
     def peak(self, choice: StageChoice, in_flight: int) -> float:
         """Bytes per device of a stage with ``in_flight`` microbatches."""
         at = (choice.option, choice.first_layer, choice.end_layer)
@@ -194,12 +223,23 @@ class StageConstraints:
 
 
 class StageChoice(NamedTuple):
-    """Layers [first_layer, end_layer) under an option, on the devices from ``device_offset`` on."""
+    """Layers [first_layer, end_layer) under an option (behind the table's options: a mix), on the devices from
+    ``device_offset`` on."""
 
     first_layer: int
     end_layer: int
     option: int
     device_offset: int
+
+
+class Mix(NamedTuple):
+    """Layers [first_layer, cut) under the option ``first``, [cut, end_layer) under ``then``, as one stage."""
+
+    first: int
+    then: int
+    first_layer: int
+    cut: int
+    end_layer: int
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def within_memory(search: SearchState, plan: Plan, best: Candidate) -> Plan:
         f"stage {worst} ({len(plan.stages[worst].devices)} devices) needs {bytes_text(used[worst])} per device, "
         f"but has {bytes_text(limits[worst])}: {bytes_text(used[worst] - limits[worst])} missing; "
         "use more devices, more microbatches or a smaller batch",
-        [(plan.stages[index].mesh_shape, best.rows[index].row[1], beside[index]) for index in full],
+        [(plan.stages[index].mesh_shape, level, beside[index]) for index in full for level in best.rows[index].levels],
         [size if over[index] > 0.0 else inf for index, size in enumerate(leaner)] if alone else (),
     )
 
@@ -161,7 +161,7 @@ def _assembled(
     parts: list[SolvedStage] = []
     for index, (stage, row) in enumerate(zip(best.pipeline.stages, best.rows)):
         first, end = stage.first_layer, stage.end_layer
-        labels, modes, states = row.composer.choices(row.row, first, end)
+        labels, modes, states = row.choices(first, end)
         offset, shape = stage.device_offset, row.submesh.shape
         whole = min(usable[offset : offset + row.submesh.num_devices])
         less = limits_bytes[home[index]] if limits_bytes else inf
@@ -184,6 +184,7 @@ def _assembled(
             states[0],
             states[-1],
             row.row,
+            row.then and (row.then[0] - first, row.then[1]),
             ways,
             less,
         )

@@ -134,7 +134,7 @@ def _causes(search: SearchState, miss: Miss) -> dict[str, float]:
     assert miss.row is not None
     assert miss.why.choice is not None
     first, end, _, offset = miss.why.choice
-    labels, _, _ = miss.row.composer.choices(miss.row.row, first, end)
+    labels, _, _ = miss.row.choices(first, end)
     nodes = search.graph.by_name()
     pricer = MeshPricer(search.cluster, offset, miss.row.submesh.shape, search.optimizer, mixed=search.graph.mixed)
     bill = dict.fromkeys(CAUSES.values(), 0.0)

@@ -111,7 +111,7 @@ def _key(candidate: Candidate) -> object:
     """Everything that the built plan depends on."""
     choices = []
     for stage, row in zip(candidate.pipeline.stages, candidate.rows):
-        _, modes, states = row.composer.choices(row.row, stage.first_layer, stage.end_layer)
+        _, modes, states = row.choices(stage.first_layer, stage.end_layer)
         choices.append((modes, states[0], states[-1]))
     return _cuts(candidate), tuple(choices)
 

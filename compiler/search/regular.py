@@ -210,7 +210,10 @@ class RegularSearch:
         mesh, pairs = self._table(waiting)
         answer = solve_case(mesh, waiting.m, waiting.case, self.tables.cuts)
         schedule = waiting.case.schedule
-        found = [self.tables.candidate(waiting.m, schedule, one, pairs, mesh.table) for one in answer.pipelines]
+        table = mesh.table.with_mixes(answer.mixes, mesh.actions_s or 0.0)
+        found = [
+            self.tables.candidate(waiting.m, schedule, one, pairs, table, answer.mixes) for one in answer.pipelines
+        ]
         if found:
             bound_s = max(waiting.bound_s, self._true_bound(waiting.m, answer.bound_s))
             if waiting.case.chunks == 1 < waiting.case.groups and schedule not in (EAGER_1F1B, PIPEDREAM):
@@ -348,7 +351,8 @@ class RegularSearch:
         near = [stays_inside(cluster, one) for one in sites]
         peak, shape = tables.peak_bytes(sub, m), (-1, *pace.shape)
         value, whole = np.array(values).reshape(shape), not self._overlaps(m)
-        return MeshTable(table, len(sites), pace, value, byte, saved, trip, peak, near, hosts, whole)
+        actions_s = tables.group(sub).actions(sub, m)
+        return MeshTable(table, len(sites), pace, value, byte, saved, trip, peak, near, hosts, whole, actions_s)
 
     def _levels_for(self, waiting: _Waiting) -> list[int]:
         """The levels of a case's tables: those whose bounds are the highest for some of its groups, and those next to

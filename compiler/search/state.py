@@ -16,6 +16,7 @@ from ..cost.pricing import MeshPricer
 from ..frontend.layers import Layering, cluster_layers
 from ..frontend.strides import note_layouts
 from ..intra_op.section import Restriction
+from ..intra_op.section import State as BorderState
 from ..intra_op.stage import SolvedStage
 from ..intra_op.vectorised.cases import Samples
 from ..intra_op.vectorised.interval_tables import IntervalComposer, Row
@@ -52,11 +53,22 @@ TIE_TOLERANCE = 1e-3  # of a step: plans within this are as good, and the simple
 
 @dataclass(frozen=True, eq=False)
 class StageRow:
-    """A row (variant, level) of a composer's tables, which has the strategies of a stage."""
+    """A row (variant, level) of a composer's tables, which has the strategies of a stage. then: of a mix, the layer
+    from which on another row has them."""
 
     composer: IntervalComposer
     row: Row
     submesh: Submesh
+    then: tuple[int, Row] | None = None
+
+    def choices(self, first: int, end: int) -> tuple[dict[str, str], tuple[str, ...], tuple[BorderState, ...]]:
+        """``IntervalComposer.choices`` of layers [first, end)."""
+        return self.composer.choices(self.row, first, end, self.then)
+
+    @property
+    def levels(self) -> list[int]:
+        """The levels of its rows."""
+        return [level for _, level in (self.row, *([self.then[1]] if self.then else []))]
 
 
 @dataclass(frozen=True, eq=False)

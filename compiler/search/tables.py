@@ -15,7 +15,7 @@ from ..ir.spec import Spec, parse_pair
 from ..pipeline.bounds import clock_seconds
 from ..pipeline.families import virtual_order
 from ..pipeline.stage_dp import RankingLimits, describe_pipeline, solve
-from ..pipeline.table import InfeasiblePipeline, Pipeline, PipelineTable, StageChoice
+from ..pipeline.table import InfeasiblePipeline, Mix, Pipeline, PipelineTable, StageChoice
 from .lower_bounds import LARGEST_MULTIPLIER, NO_MULTIPLIER, SearchBounds
 from .predict import Holder, loss_seconds, tied_seconds
 from .space import Submesh
@@ -99,12 +99,14 @@ class SearchTables(SearchBounds):
         pipeline: Pipeline,
         pairs: Sequence[tuple[Submesh, int]],
         table: PipelineTable,
+        mixes: Sequence[Mix] = (),
     ) -> Candidate:
-        """The candidate that this pipeline of a table is, with its rows."""
+        """The candidate that this pipeline of a table is, with its rows. mixes: the options behind those of
+        ``pairs``."""
         at = max(
             ((one.option, one.first_layer, one.end_layer) for one in pipeline.stages), key=lambda i: table.pace_s[i]
         )
-        rows = self._rows(m, pipeline, pairs)
+        rows = self._rows(m, pipeline, pairs, mixes)
         clock_s = clock_seconds(table, m, schedule, pipeline, self._beside(schedule, pipeline, rows))
         pace_s, once_s = float(table.pace_s[at]), float(table.step_s[at])
         hidden_s = min(max_overlap(self.search.cluster) * pace_s, once_s)
@@ -119,7 +121,7 @@ class SearchTables(SearchBounds):
         for node, layers in self._shared if p > 1 else ():
             for stage, row, k in zip(pipeline.stages, rows, home):
                 if any(stage.first_layer <= layer < stage.end_layer for layer in layers):
-                    label = row.composer.choices(row.row, stage.first_layer, stage.end_layer)[0][node.name]
+                    label = row.choices(stage.first_layer, stage.end_layer)[0][node.name]
                     specs[k][node.meta["source"].name] = parse_pair(label.partition(" ")[0]).value
         holders: dict[int, Holder] = {}
         for stage, row, k in zip(pipeline.stages, rows, home):
@@ -134,12 +136,17 @@ class SearchTables(SearchBounds):
     def _shared(self) -> list[tuple[Node, list[int]]]:
         return self.search.layering.shared_weights(self.search.graph)
 
-    def _rows(self, m: int, pipeline: Pipeline, pairs: Sequence[tuple[Submesh, int]]) -> tuple[StageRow, ...]:
+    def _rows(
+        self, m: int, pipeline: Pipeline, pairs: Sequence[tuple[Submesh, int]], mixes: Sequence[Mix]
+    ) -> tuple[StageRow, ...]:
         """The rows of the pipeline's stages."""
         rows = []
-        for sub, price in (pairs[stage.option] for stage in pipeline.stages):
+        for number in (stage.option for stage in pipeline.stages):
+            mix = mixes[number - len(pairs)] if number >= len(pairs) else None
+            sub, price = pairs[number if mix is None else mix.first]
             group = self.group(sub)
-            rows.append(StageRow(group.composer, group.row(sub, m, price), sub))
+            then = None if mix is None else (mix.cut, group.row(sub, m, pairs[mix.then][1]))
+            rows.append(StageRow(group.composer, group.row(sub, m, price), sub, then))
         return tuple(rows)
 
     # ---- tables

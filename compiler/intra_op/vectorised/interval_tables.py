@@ -365,11 +365,14 @@ class IntervalComposer:
 
     # ---- the choices behind a cost
 
-    def choices(self, row: Row, first: int, end: int) -> tuple[dict[str, str], tuple[str, ...], tuple[State, ...]]:
+    def choices(
+        self, row: Row, first: int, end: int, then: tuple[int, Row] | None = None
+    ) -> tuple[dict[str, str], tuple[str, ...], tuple[State, ...]]:
         """({op or parameter node → label}, recompute mode per layer, state per border) of the best way through layers
-        [first, end). A parameter that several of these layers use has the label of the first. ValueError where there
-        is no way."""
-        by_layer = self._by_layer(row, first, end)
+        [first, end). A parameter that several of these layers use has the label of the first. then: a layer from which
+        on another row of this case holds. ValueError where there is no way."""
+        cut, other = then or (end, row)
+        by_layer = [*self._by_layer(row, first, cut), *self._by_layer(other, cut, end)]
         path = self._path(row, first, end, by_layer)
         labels: dict[str, str] = {}
         modes = []

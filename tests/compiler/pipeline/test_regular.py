@@ -111,7 +111,7 @@ def test_groups_lie_in_a_host_as_many_as_there_is_room_for(cluster, strategy, of
     for (one, site), (other, after) in pairwise(mesh.places):
         inside = machines.host_of(one) == machines.host_of(other)
         groups = [offsets.index(one), offsets.index(other)]
-        ((ahead, back),) = mesh.messages([(site, 0, 1), (after, 1, 2)], groups)
+        ((ahead, back),) = mesh.messages([[(site, 0, 1)], [(after, 1, 2)]], groups)
         assert (ahead, back) == ((1.0, 1.0) if inside else (10.0, 20.0)), (one, other)
 
 
@@ -124,7 +124,7 @@ def test_messages_of_several_chunks_are_priced_by_where_their_groups_lie():
         ("interleaved", [1, 10, 1, 10, 1, 10, 1]),
     ):
         groups = [group for group, _ in virtual_order(schedule, 4, 2)]
-        found = mesh.messages([(sites[group], 0, 1) for group in groups], groups)
+        found = mesh.messages([[(sites[group], 0, 1)] for group in groups], groups)
         assert [ahead for ahead, _ in found] == expected
         assert [back for _, back in found] == [20 if seconds == 10 else seconds for seconds in expected]
 
@@ -235,7 +235,7 @@ def check(mesh: MeshTable, one: Pipeline, case: PipelineCase, order: Order, m: i
     assert [stage.device_offset for stage in one.stages] == [mesh.places[group][0] for group, _ in order]
     assert [option % mesh.sites for option, _, _ in at] == [mesh.places[group][1] for group, _ in order]
     assert one.peak_bytes == pytest.approx(peaks(mesh, case, order, m, at))
-    assert one.limit_bytes == tuple(mesh.limit(k) for k in range(case.groups))
+    assert one.limit_bytes == tuple(mesh.limits(k)[0] for k in range(case.groups))
     assert max(np.subtract(one.peak_bytes, one.limit_bytes)) <= 0
     assert one.idle_devices == mesh.table.num_devices - case.groups
     simulated = clock(mesh, case, order, m, at)
