@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import inf
@@ -107,14 +107,16 @@ class SearchTables(SearchBounds):
             ((one.option, one.first_layer, one.end_layer) for one in pipeline.stages), key=lambda i: table.pace_s[i]
         )
         rows = self._rows(m, pipeline, pairs, mixes)
-        clock_s = clock_seconds(table, m, schedule, pipeline, self._beside(schedule, pipeline, rows))
+        beside, spared_s = self._beside(schedule, pipeline, rows)
+        clock_s = clock_seconds(table, m, schedule, pipeline, beside)
         pace_s, once_s = float(table.pace_s[at]), float(table.step_s[at])
-        hidden_s = min(max_overlap(self.search.cluster) * pace_s, once_s)
+        hidden_s = min(max_overlap(self.search.cluster) * pace_s, once_s) + spared_s
         return Candidate(m, schedule, pipeline, rows, clock_s, pace_s, once_s, hidden_s)
 
-    def _beside(self, schedule: str, pipeline: Pipeline, rows: Sequence[StageRow]) -> list[float]:
-        """Seconds by device group at the end of a step that cost tables do not have: of weights that several groups
-        hold, and until everyone knows the loss."""
+    def _beside(self, schedule: str, pipeline: Pipeline, rows: Sequence[StageRow]) -> tuple[list[float], float]:
+        """(seconds by device group at the end of a step that cost tables do not have: of weights that several groups
+        hold, and until everyone knows the loss; how much less that may be if all groups hold them as one does, for
+        stages choose the layouts of shared weights anew)."""
         search, p = self.search, len(pipeline.peak_bytes)
         home = [k for k, _ in virtual_order(schedule, p, pipeline.chunks if pipeline.chunks > 1 else None)]
         specs: list[dict[str, Spec]] = [{} for _ in range(p)]
@@ -128,9 +130,18 @@ class SearchTables(SearchBounds):
             devices = range(stage.device_offset, stage.device_offset + row.submesh.num_devices)
             holders[k] = Holder(devices, row.submesh.shape, specs[k])
         told = loss_seconds(search.graph, search.cluster, rows[-1].submesh.num_devices)
-        needs_grad = search.layering.needs_grad
-        tied = tied_seconds(search.graph, search.cluster, search.optimizer, needs_grad, [holders[k] for k in range(p)])
-        return [seconds + told for seconds in tied]
+
+        def tied(common: Mapping[str, Spec]) -> list[float]:
+            """Seconds by group if the weights of ``common`` lie so."""
+            every = [
+                one._replace(specs={name: common.get(name, spec) for name, spec in one.specs.items()})
+                for _, one in sorted(holders.items())
+            ]
+            return tied_seconds(search.graph, search.cluster, search.optimizer, search.layering.needs_grad, every)
+
+        now = tied({})
+        least_s = min([max(now), *(max(tied(one)) for one in specs if one and any(o | one != o for o in specs if o))])
+        return [seconds + told for seconds in now], max(now) - least_s
 
     @cached_property
     def _shared(self) -> list[tuple[Node, list[int]]]:
