@@ -140,7 +140,8 @@ class SearchTables(SearchBounds):
             return tied_seconds(search.graph, search.cluster, search.optimizer, search.layering.needs_grad, every)
 
         now = tied({})
-        least_s = min([max(now), *(max(tied(one)) for one in specs if one and any(o | one != o for o in specs if o))])
+        held = [one for one in specs if one] if len({one.mesh_shape for one in holders.values()}) == 1 else []
+        least_s = min([max(now), *(max(tied(one)) for one in held if any(other != one for other in held))])
         return [seconds + told for seconds in now], max(now) - least_s
 
     @cached_property
