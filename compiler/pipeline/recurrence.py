@@ -385,7 +385,7 @@ def turn_lines(
     trip, rest, once, head = way
     if schedule == "gpipe":
         return [(1.0, rest + head - trip)]
-    q = min(q, left)
+    q = min(q, left) if schedule.startswith("zb") else q  # zb-h1 has the order of F and I of 1F1B
     turns = float(ceil(m / q))
     second = (2.0, 2.0 * rest + (m - q - 1) * trip + once) if m > q else (1.0, rest + once)
     return [(turns, turns * rest + once), second]

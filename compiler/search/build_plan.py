@@ -163,7 +163,7 @@ def _assembled(
         first, end = stage.first_layer, stage.end_layer
         labels, modes, states = row.choices(first, end)
         offset, shape = stage.device_offset, row.submesh.shape
-        whole = min(usable[offset : offset + row.submesh.num_devices])
+        whole = min(*usable[offset : offset + row.submesh.num_devices], best.pipeline.limit_bytes[home[index]])
         less = limits_bytes[home[index]] if limits_bytes else inf
         limit = less if less < inf else whole
         flight = in_flight_formula(best.schedule, home[index], num, m, asked)

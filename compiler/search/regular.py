@@ -21,7 +21,7 @@ import numpy as np
 
 from ..cost.gradient_reduction import lower_by_overlap
 from ..errors import OverfullError
-from ..pipeline.families import EAGER_1F1B, PIPEDREAM
+from ..pipeline.families import PIPEDREAM
 from ..pipeline.regular import (
     MeshTable,
     PipelineCase,
@@ -216,7 +216,7 @@ class RegularSearch:
         ]
         if found:
             bound_s = max(waiting.bound_s, self._true_bound(waiting.m, answer.bound_s))
-            if waiting.case.chunks == 1 < waiting.case.groups and schedule not in (EAGER_1F1B, PIPEDREAM):
+            if waiting.case.chunks == 1 < waiting.case.groups and schedule != PIPEDREAM:
                 bound_s = max(bound_s, self._path_bound(waiting, min(one.clock_s for one in found)))
             self._solved_s = min(self._solved_s, bound_s)
         return found

@@ -264,6 +264,26 @@ def test_a_cut_off_leaves_out_what_does_not_matter_alone(schedule):
     assert min(kept, left_out) >= 10, (kept, left_out)
 
 
+@pytest.mark.parametrize("schedule", [*FAMILIES, "eager-1f1b"])
+def test_no_pipeline_is_faster_than_the_bound_on_all(schedule):
+    rng, ratios = np.random.default_rng(5), []
+    for _ in range(60):
+        layers, devices, m = int(rng.integers(2, 6)), int(rng.integers(2, 6)), int(rng.integers(1, 16))
+        table = random_table(rng, layers, devices, int(rng.integers(1, 3)), 2, m)
+        fitting = [
+            stages
+            for stages in every_pipeline(table, StageConstraints())
+            if over_the_limit(table, stages, schedule, m) <= 0
+        ]
+        if fitting:
+            seconds = min(clock(table, stages, schedule, m) for stages in fitting)
+            ratios.append(bound_of(table.floors, devices, m, schedule, StageConstraints(), 2 * seconds) / seconds)
+    assert len(ratios) >= 30
+    assert max(ratios) <= 1 + 1e-9
+    assert max(ratios) >= 0.995  # one that is a little too high would be seen
+    assert np.median(ratios) >= 0.85
+
+
 def test_messages_count_as_often_as_microbatches_wait_for_them():
     """Four equal stages of a second, and messages of a second each way: a trip takes 4 + 3 · 2, and four microbatches
     are in flight. Stage 1 has trips of 3 + 2 · 2 for every three, after the first 1 + 2: 14 of them are 101 in all."""
