@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -167,7 +167,7 @@ class PipelineTable:
         of each pace that a stage takes once, whatever its layers."""
         if not mixes:
             return self
-        arrays = {}
+        arrays: dict[str, Any] = {}
         for name in ("pace_s", "transfer_s", "step_s", "resident", "saved", "transient", "entry_s"):
             if (known := getattr(self, name)) is None:
                 continue
