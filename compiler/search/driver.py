@@ -344,7 +344,8 @@ def _build_plans(
         candidate = queue.pop(0)
         limit_s = time_to_beat(plans, top_k)
         hidden_s = candidate.hidden_s if candidate.hidden_s > MIN_HIDDEN_FRACTION * candidate.clock_s else 0.0
-        if candidate.clock_s - hidden_s >= limit_s * clock_ratios.get(candidate.schedule, 1.0):
+        least_s = (candidate.clock_s - hidden_s) / (1 + search.clock_error)
+        if least_s >= limit_s * clock_ratios.get(candidate.schedule, 1.0):
             continue
         if plans and (search.cut_short or time.perf_counter() > search.deadline):
             search.cut_short = search.cut_short or TIMED_OUT

@@ -47,6 +47,8 @@ __all__ = [
 
 INTERRUPTED = "it was interrupted"  # why a search ended early, as ``Search.cut_short`` says it
 TIMED_OUT = "the time limit passed"
+MANY_READERS = 3  # layers that read a tensor of another one, as decoders read what the encoder made …
+SHARED_SUM_ERROR = 0.01  # … in whose models the clock is so much above the simulation, or more
 SMALL_OPS = 60  # ops of the largest graph that is small
 TIE_TOLERANCE = 1e-3  # of a step: plans within this are as good, and the simpler one is taken
 
@@ -167,6 +169,17 @@ class SearchState:
     def small(self) -> bool:
         """True if the graph is so small that an exhaustive search takes little."""
         return self.num_ops <= SMALL_OPS
+
+    @cached_property
+    def clock_error(self) -> float:
+        """The fraction of a step by which the clock may be too high where it decides what is built. Tables sum the
+        gradient of a tensor in every layer that reads it, a built stage once."""
+        layer_of, needs_grad = self.layering.layer_of, self.layering.needs_grad
+        for node in self.graph.ops():
+            readers = {layer_of[user.name] for user in node.users if user.name in layer_of} - {layer_of.get(node.name)}
+            if len(readers) >= MANY_READERS and node.name in needs_grad and node.name in layer_of:
+                return SHARED_SUM_ERROR
+        return 0.0
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
