@@ -318,7 +318,8 @@ def _seconds(plan: Plan, width: int) -> list[str]:
     if "transfer" in shown:
         lines.append("  transfers overlap the other columns; idle = step minus the other columns")
     if "overlapped" in shown:
-        lines.append("  overlapped: the part of the gradient reduction that runs during the last backward; in no sum")
+        said = "overlapped: the part of the gradient reduction that runs during the last backward; in no sum"
+        lines += wrap_lines(said, width, "  ")
     return lines
 
 
