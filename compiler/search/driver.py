@@ -268,9 +268,9 @@ def _pure_plan(search: SearchState, strategy: Strategy) -> PurePlan:
             return PurePlan(why=why_infeasible(inner))
         built: BuiltStages = {}
         plan = build_plan(inner, found[0], built=built)
-        fitting, missed = _fit_memory(inner, plan, found[0], inf, built, retries=1)
+        fitting, missed = _fit_memory(inner, plan, found[0], inf, built, retries=0)
         if fitting is None and missed is not None and (again := regular.solved_again(found[0], missed)):
-            fitting, _ = _fit_memory(inner, build_plan(inner, again[0]), again[0], inf, {}, retries=0)
+            fitting, _ = _fit_memory(inner, build_plan(inner, again[0]), again[0], inf, {}, retries=1)
         if fitting is None and missed is not None:
             return PurePlan(why=why_overfull(plan, missed))
         return PurePlan(fitting)
