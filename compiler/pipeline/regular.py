@@ -346,7 +346,8 @@ def dual_levels(mesh: MeshTable, m: int, case: PipelineCase, allowed: NDArray[np
     for k in range(case.groups):
         held = in_flight_formula(case.schedule, k, case.groups, m, case.chunks if case.chunks > 1 else None)
         held = max(1, held // case.chunks)
-        bounds = [total - mesh.limits(k)[1] * max(b, s / held) for total, b, s in zip(sums, mesh.byte, mesh.saved_byte)]
+        _, most = mesh.limits(k)
+        bounds = [total - most * max(b, s / held) for total, b, s in zip(sums, mesh.byte, mesh.saved_byte)]
         found.append(int(np.argmax(bounds)))
     return [level for level in dict.fromkeys(found) if mesh.byte[level] > 0]
 
