@@ -1,21 +1,23 @@
-"""Predicted against measured on one GPU: step time and peak memory of GPT and Llama at several sizes, in bfloat16.
+"""Predicted against measured, and against eager PyTorch, on one GPU: GPT and Llama at several sizes, in bfloat16.
 
     python benchmarks/accelerator.py [--budget 300] [--rounds 20] [--table costmodel.json] [--json out/accelerator.json]
 
 Profiles the card (op grid, then the exact ops of the models), predicts every model before it runs, then trains it on
-the card alone: CUDA events around whole steps, interleaved over the models, medians. Writes the cost table beside the
-results, with its provenance. Without a GPU it says so and ends with status 0: there is nothing to hold it against.
+the card alone, by its plan and as eager PyTorch does: CUDA events around whole steps, the two interleaved, medians.
+Writes the cost table beside the results, with its provenance. Without a GPU it says so and ends with status 0: there
+is nothing to hold it against.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import meshwright as mw
@@ -29,10 +31,12 @@ from meshwright.compiler.search.parallel_shape import Strategy
 from meshwright.compiler.search.request import PlanRequest
 from meshwright.models.architectures import GPT, Llama
 from predictions.targets import fill
-from reporting.results import Record, save_records, write_results
+from reporting.results import Record, Spread, save_records, write_results
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+
+WARM_UP = 3  # steps; their losses are those that are compared
 
 
 @dataclass(frozen=True)
@@ -97,64 +101,91 @@ def predicted(budget_s: float, table: Path) -> tuple[dict[str, dict[str, Any]], 
     return out, plans
 
 
-def measured(plans: dict[str, mw.Plan], rounds: int) -> dict[str, dict[str, Any]]:
-    """Model → median seconds of a step by CUDA events, and the most bytes that the allocator held during one."""
-    out: dict[str, dict[str, Any]] = {}
-    for model in MODELS:  # one at a time: they would not fit beside each other
-        with torch.device("meta"):
-            module = model.make().to(torch.bfloat16).train()
-        batch = model.inputs("cuda")
-        before = torch.cuda.memory_allocated()
-        parallel = mw.parallelize(
-            module, example_inputs=batch, plan=plans[model.name], init=fill,
-            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-5),
-        )  # fmt: skip
-        for _ in range(3):
-            parallel.train_step(*batch)
-        torch.cuda.reset_peak_memory_stats()
-        seconds = []
-        for _ in range(rounds):
+def measured(model: Model, plan: mw.Plan, rounds: int) -> dict[str, Any]:
+    """Seconds of steps by the plan and of eager PyTorch, interleaved, by CUDA events; the losses of both from the same
+    weights; and the most bytes that the allocator held during a step by the plan."""
+    with torch.device("meta"):
+        module, eager = (model.make().to(torch.bfloat16).train() for _ in range(2))
+    batch = model.inputs("cuda")
+    before = torch.cuda.memory_allocated()
+    parallel = mw.parallelize(module, example_inputs=batch, plan=plan, init=fill, optimizer=_adamw)
+    eager.to_empty(device="cuda").load_state_dict(parallel.full_state_dict())
+    before += sum(p.nbytes for p in eager.parameters())
+    optimizer = _adamw(eager.parameters())
+
+    def by_plan() -> Tensor:
+        return parallel.train_step(*batch)
+
+    def by_hand() -> Tensor:
+        loss = eager(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    torch.cuda.reset_peak_memory_stats()
+    losses = [[float(by_plan()) for _ in range(WARM_UP)]]
+    held = torch.cuda.max_memory_allocated() - before
+    losses.append([float(by_hand()) for _ in range(WARM_UP)])
+    samples: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds):
+        for step, taken in zip((by_plan, by_hand), samples, strict=True):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            parallel.train_step(*batch)
+            step()
             end.record()
             torch.cuda.synchronize()
-            seconds.append(start.elapsed_time(end) / 1e3)
-        out[model.name] = {
-            "step_s": median(seconds),
-            "samples": seconds,
-            "bytes": torch.cuda.max_memory_allocated() - before,
-        }
-        del parallel, module, batch
-        torch.cuda.empty_cache()
-    return out
+            taken.append(start.elapsed_time(end) / 1e3)
+    return {
+        "step_s": median(samples[0]), "eager_s": median(samples[1]), "samples": samples, "losses": losses,
+        "bytes": held,
+    }  # fmt: skip
+
+
+def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-5)
 
 
 def show(rows: dict[str, dict[str, Any]]) -> None:
-    table = Table(title=f"one step on {torch.cuda.get_device_name()}: predicted and measured")
-    for title in ("model", "measured", "by exact ops", "error", "by the grid", "error", "memory", "predicted", "error"):
+    table = Table(title=f"one step on {torch.cuda.get_device_name()}: predicted, measured, and eager PyTorch")
+    for title in (
+        "model", "measured", "eager", "ours/eager", "by exact ops", "error", "by the grid", "error", "memory",
+        "predicted", "error", "losses differ",
+    ):  # fmt: skip
         table.add_column(title, justify="left" if title == "model" else "right")
     for name, row in rows.items():
-        took, held = row["measured"]["step_s"], row["measured"]["bytes"]
+        took, eager, held = (row["measured"][key] for key in ("step_s", "eager_s", "bytes"))
         ops, grid, size = (row["predicted"][key] for key in ("ops_s", "grid_s", "bytes"))
         table.add_row(
-            name, f"{took * 1e3:.1f} ms", f"{ops * 1e3:.1f} ms", f"{ops / took - 1:+.1%}", f"{grid * 1e3:.1f} ms",
-            f"{grid / took - 1:+.1%}", f"{held / 2**30:.2f} GiB", f"{size / 2**30:.2f} GiB", f"{size / held - 1:+.1%}",
+            name, f"{took * 1e3:.1f} ms", f"{eager * 1e3:.1f} ms", f"{took / eager:.3f}", f"{ops * 1e3:.1f} ms",
+            f"{ops / took - 1:+.1%}", f"{grid * 1e3:.1f} ms", f"{grid / took - 1:+.1%}", f"{held / 2**30:.2f} GiB",
+            f"{size / 2**30:.2f} GiB", f"{size / held - 1:+.1%}", f"{_differ(row):.1e}",
         )  # fmt: skip
-    Console().print(table)
+    Console(width=160).print(table)
+
+
+def _differ(row: dict[str, Any]) -> float:
+    """The largest relative difference of a loss by the plan from eager PyTorch's."""
+    return max(abs(ours / theirs - 1) for ours, theirs in zip(*row["measured"]["losses"], strict=True))
 
 
 def records(rows: dict[str, dict[str, Any]]) -> list[Record]:
-    """Per model: the errors of the predicted step and of the predicted memory."""
+    """Per model: the errors of the predicted step and memory, the step over eager PyTorch's, how far losses differ."""
     found = []
     for name, row in rows.items():
-        took, held = row["measured"]["step_s"], row["measured"]["bytes"]
+        took, eager, held = (row["measured"][key] for key in ("step_s", "eager_s", "bytes"))
         for title, error in (
             ("step, by exact ops", row["predicted"]["ops_s"] / took - 1),
             ("step, by the grid", row["predicted"]["grid_s"] / took - 1),
             ("memory", row["predicted"]["bytes"] / held - 1),
         ):
             found.append(Record(f"{name}: error of the {title}", 100 * error, "%", 1))
+        ratios = [ours / theirs for ours, theirs in zip(*row["measured"]["samples"], strict=True)]
+        spread = Spread(*quantiles(ratios, n=10)[::8], "middle 80 % of the pairs of steps")
+        found.append(Record(f"{name}: step over eager", took / eager, "×", 3, spread, "eager PyTorch", 1.0))
+        found.append(
+            Record(f"{name}: largest difference of a loss", _differ(row), "relative", None, None, "eager", None)
+        )
     return found
 
 
@@ -172,7 +203,11 @@ def main() -> int:
     alone()
     try:
         said, plans = predicted(arguments.budget, arguments.table)
-        took = measured(plans, arguments.rounds)
+        took = {}
+        for model in MODELS:  # one at a time: they would not fit beside each other
+            took[model.name] = measured(model, plans[model.name], arguments.rounds)
+            gc.collect()
+            torch.cuda.empty_cache()
     finally:
         dist.destroy_process_group()
     rows = {name: {"predicted": said[name], "measured": took[name]} for name in said}
