@@ -3,7 +3,7 @@
     python benchmarks/accelerator.py [--budget 300] [--rounds 20] [--table costmodel.json] [--json out/accelerator.json]
 
 Profiles the card (op grid, then the exact ops of the models), predicts every model before it runs, then trains it on
-the card alone, by its plan and as eager PyTorch does: CUDA events around whole steps, the two interleaved, medians.
+the card alone, by its plan and as eager PyTorch does: CUDA events around five steps, the two interleaved, medians.
 Writes the cost table beside the results, with its provenance. Without a GPU it says so and ends with status 0: there
 is nothing to hold it against.
 """
@@ -30,12 +30,13 @@ from meshwright.compiler.search.driver import make_plan
 from meshwright.compiler.search.parallel_shape import Strategy
 from meshwright.compiler.search.request import PlanRequest
 from meshwright.models.architectures import GPT, Llama
-from predictions.targets import fill
 from reporting.results import Record, Spread, save_records, write_results
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+_NUMBERS = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0))  # a prime: no two rows are equal
+STEPS = 5  # one behind the other, as in training, are one sample
 WARM_UP = 3  # steps; their losses are those that are compared
 
 
@@ -86,6 +87,7 @@ def predicted(budget_s: float, table: Path) -> tuple[dict[str, dict[str, Any]], 
             model.batch, 1, Strategy(), "1f1b", recompute="none", zero=0, sequence=False, alternatives=False
         )
         plans[model.name] = make_plan(graph, general, asked)
+        print(f"planned {model.name}", file=sys.stderr, flush=True)
         probes |= plan_probes(graph, plans[model.name])
     exact = mw.profile(budget_s=budget_s / 2, base=general, probes=list(probes.values()))
     exact.save(table)
@@ -108,7 +110,7 @@ def measured(model: Model, plan: mw.Plan, rounds: int) -> dict[str, Any]:
         module, eager = (model.make().to(torch.bfloat16).train() for _ in range(2))
     batch = model.inputs("cuda")
     before = torch.cuda.memory_allocated()
-    parallel = mw.parallelize(module, example_inputs=batch, plan=plan, init=fill, optimizer=_adamw)
+    parallel = mw.parallelize(module, example_inputs=batch, plan=plan, init=_fill, optimizer=_adamw)
     eager.to_empty(device="cuda").load_state_dict(parallel.full_state_dict())
     before += sum(p.nbytes for p in eager.parameters())
     optimizer = _adamw(eager.parameters())
@@ -124,22 +126,34 @@ def measured(model: Model, plan: mw.Plan, rounds: int) -> dict[str, Any]:
         return loss
 
     torch.cuda.reset_peak_memory_stats()
-    losses = [[float(by_plan()) for _ in range(WARM_UP)]]
+    losses = [[by_plan().item() for _ in range(WARM_UP)]]
     held = torch.cuda.max_memory_allocated() - before
-    losses.append([float(by_hand()) for _ in range(WARM_UP)])
+    losses.append([by_hand().item() for _ in range(WARM_UP)])
     samples: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
         for step, taken in zip((by_plan, by_hand), samples, strict=True):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            step()
+            for _ in range(STEPS):
+                step()
             end.record()
             torch.cuda.synchronize()
-            taken.append(start.elapsed_time(end) / 1e3)
+            taken.append(start.elapsed_time(end) / 1e3 / STEPS)
     return {
         "step_s": median(samples[0]), "eager_s": median(samples[1]), "samples": samples, "losses": losses,
         "bytes": held,
     }  # fmt: skip
+
+
+def _fill(name: str, whole: Tensor) -> None:
+    """First weights: normal by the number of inputs, the same million numbers again and again, since billions take
+    minutes to draw; vectors 1 for gains and 0 for biases."""
+    if whole.dim() > 1:
+        numbers = _NUMBERS.to(whole.dtype) * whole[0].numel() ** -0.5
+        for part in whole.view(-1).split(len(numbers)):
+            part.copy_(numbers[: len(part)])
+    else:
+        whole.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
 def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -206,6 +220,7 @@ def main() -> int:
         took = {}
         for model in MODELS:  # one at a time: they would not fit beside each other
             took[model.name] = measured(model, plans[model.name], arguments.rounds)
+            print(f"measured {model.name}", file=sys.stderr, flush=True)
             gc.collect()
             torch.cuda.empty_cache()
     finally:

@@ -136,7 +136,9 @@ def plan(graph: Any, cluster: Cluster, batch: int, words: Mapping[str, Any], wor
     start = time.perf_counter()
     try:
         found = make_plans(
-            graph, cluster, PlanRequest.of(words, global_batch=batch, workers=workers, alternatives=False)
+            graph,
+            cluster,
+            PlanRequest.of(words, global_batch=batch, optimizer="AdamW+masters", workers=workers, alternatives=False),
         )[0]
     except (ValueError, mw.InfeasibleError) as refused:
         return Answer(seconds=time.perf_counter() - start, error=str(refused))

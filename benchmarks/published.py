@@ -138,10 +138,12 @@ def captured(row: Row) -> Graph:
 
 
 def request_of(row: Row, recompute: str, microbatches: int | None = None, division: str | None = None) -> PlanRequest:
-    """A plan of what the rows' authors had: 1F1B, one recompute mode, replicated parameters, whole sequences."""
+    """A plan of what the rows' authors had: 1F1B, one recompute mode, replicated parameters, whole sequences, fp32
+    masters."""
     return PlanRequest(
-        row.batch, microbatches, division, "1f1b", recompute=recompute, zero=0, sequence=False, alternatives=False
-    )
+        row.batch, microbatches, division, "1f1b", optimizer="AdamW+masters", recompute=recompute, zero=0,
+        sequence=False, alternatives=False,
+    )  # fmt: skip
 
 
 def published_plan(row: Row, graph: Graph) -> dict[str, Any]:

@@ -93,9 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_space(plan)
     plan.add_argument(
         "--optimizer",
-        default="AdamW",
         metavar="NAME",
-        help="torch.optim class, used to size optimizer state (default AdamW)",
+        help="torch.optim class, which sizes the optimizer's state; AdamW+masters keeps fp32 masters of 16-bit weights "
+        "(default AdamW; with masters for built-in models of 16 bits)",
     )
     plan.add_argument("--like", type=Path, metavar="PLAN", help="keep the decisions of this plan file")
     plan.add_argument(
@@ -169,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
         help="samples per step of the model (default: the target's)",
     )
     profile.add_argument(
-        "--optimizer", default="AdamW", metavar="NAME", help="torch.optim class of the model's plans (default AdamW)"
+        "--optimizer", metavar="NAME", help="torch.optim class of the model's plans (default: as plan has it)"
     )
     profile.add_argument(
         "--no-resume",
@@ -285,7 +285,7 @@ def _plan(arguments: argparse.Namespace) -> None:
             "microbatches": arguments.microbatches,
             "strategy": arguments.strategy,
             "schedule": arguments.schedule,
-            "optimizer": arguments.optimizer,
+            "optimizer": arguments.optimizer or target.optimizer,
             "recompute": arguments.recompute,
             "zero": arguments.zero,
             "sequence": arguments.sequence,

@@ -39,7 +39,7 @@ class Options:
     quick: bool
     model: str | None
     global_batch: int | None
-    optimizer: str
+    optimizer: str | None
     resume: bool
     timeout_s: float
 
@@ -118,7 +118,7 @@ def _profiled(options: Options, progress: Callable[[str, float], None]) -> str:
             graph,
             cluster,
             batch or batch_extent(graph, flat_inputs(target.args, target.kwargs, ())),
-            optimizer=options.optimizer,
+            optimizer=options.optimizer or target.optimizer,
             budget_s=max(options.budget_s - (perf_counter() - started), 1.0),
             path=options.output,
             progress=progress,

@@ -18,12 +18,14 @@ __all__ = ["PlanningTarget", "build_target"]
 
 @dataclass(frozen=True)
 class PlanningTarget:
-    """A model with example inputs. ``global_batch``: what it is meant to be trained with, if it says."""
+    """A model with example inputs. global_batch: what it is meant to be trained with, if it says; optimizer: likewise,
+    by default."""
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     global_batch: int | None
+    optimizer: str = "AdamW"
 
 
 def build_target(name: str) -> PlanningTarget:
@@ -31,7 +33,7 @@ def build_target(name: str) -> PlanningTarget:
     module_name, colon, attribute = name.partition(":")
     if not colon:
         built = models.build(name)
-        return PlanningTarget(built.model, built.args, built.kwargs, built.global_batch)
+        return PlanningTarget(built.model, built.args, built.kwargs, built.global_batch, built.optimizer)
     sys.path.insert(0, os.getcwd())
     try:
         returned = getattr(importlib.import_module(module_name), attribute)()

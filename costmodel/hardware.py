@@ -100,6 +100,7 @@ class Device(HashedOnce):
 
     def optimizer_rate(self, name: str) -> OptimizerRate | None:
         """The measured rate of the optimizer with this name ("AdamW", "SGD", "SGD+momentum", …), if there is one."""
+        name = name.removesuffix("+masters")  # ``memory.MASTERS``: it updates more bytes, at the same rate
         return next((rate for rate in self.optimizers if rate.name == name), None)
 
     def coding_rate(self, name: str) -> CodingRate | None:

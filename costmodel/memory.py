@@ -3,7 +3,8 @@ fixed overheads.
 
 Mixed precision is the 2 + 2 + 12 bytes per element of fp16 Adam: half-precision weight and gradient, and in fp32 the
 master weight beside the optimizer's own state tensors (Rajbhandari et al. 2020, section 3.1). Where gradients are kept
-and summed in fp32 (``summed``), they are 2 + 4 + 12.
+and summed in fp32 (``summed``), they are 2 + 4 + 12. The optimizers of torch keep no masters: of a 16-bit weight they
+keep 16-bit states, 2 + 2 + 4. ``AdamW+masters`` is one that does.
 
 Bytes that a compressed sum of n elements over p devices keeps from step to step, on each of them.
 
@@ -26,7 +27,7 @@ Large sums go in chunks of ``CHUNK`` elements, each with its own; but for factor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -36,8 +37,8 @@ from .cluster import Cluster
 from .codecs import CHUNK, TILE, Codec, Dense, Entries, LowRankFactors, QuantizationLevels
 
 __all__ = [
-    "FRAMEWORK_BYTES", "OPTIMIZER_STATE", "ParameterBytes", "drawn_bytes", "held_bytes",
-    "parameter_bytes", "state_bytes", "state_tensors", "usable_bytes",
+    "FRAMEWORK_BYTES", "MASTERS", "OPTIMIZER_STATE", "ParameterBytes", "drawn_bytes", "held_bytes",
+    "parameter_bytes", "state_bytes", "state_tensors", "updated_bytes", "usable_bytes",
 ]  # fmt: skip
 
 
@@ -84,12 +85,17 @@ class ParameterBytes:
         return self.parameter + self.gradient + self.optimizer_state
 
 
+#: ends the name of an optimizer that keeps an fp32 master of every weight of 16 bits, and fp32 states
+MASTERS = "+masters"
+
+
 def state_tensors(optimizer: str) -> tuple[int, str]:
     """(state tensors per parameter, what was assumed) for a torch.optim class name; an unknown optimizer is taken to
-    keep two, aloud."""
+    keep two, aloud. Masters are not among them."""
     known = {name.lower(): count for name, count in OPTIMIZER_STATE.items()}
-    if optimizer.lower() in known:
-        return known[optimizer.lower()], ""
+    name = optimizer.removesuffix(MASTERS).lower()
+    if name in known:
+        return known[name], ""
     return 2, f"the state of optimizer {optimizer!r} is not known: two tensors per parameter are assumed, as for Adam"
 
 
@@ -104,16 +110,26 @@ def parameter_bytes(
     ``summed`` if that is given.
 
     optimizer: a class name of ``OPTIMIZER_STATE``, or the number of state tensors (a fraction for factored states).
-    Without mixed precision the states have the parameter's dtype; with it they are fp32 and a fp32 master weight joins
-    them (where the weight is not fp32 already). Raises ValueError on a negative size or count."""
+    Without mixed precision the states have the parameter's dtype; with it, or with ``MASTERS``, they are fp32 and a
+    fp32 master weight joins them (where the weight is not fp32 already). Raises ValueError on a negative size or count.
+    """
     count, assumed = state_tensors(optimizer) if isinstance(optimizer, str) else (optimizer, "")
     if numel < 0 or count < 0:
         raise ValueError(f"sizes and state counts are never negative, but got {numel} and {count}; check the parameter")
     weight, gradient = numel * dtype.itemsize, numel * (summed or dtype).itemsize
-    if not mixed_precision:
+    if not mixed_precision and not (isinstance(optimizer, str) and optimizer.endswith(MASTERS)):
         return ParameterBytes(weight, gradient, round(count * weight), assumed)
     master = numel * 4 if dtype.itemsize < 4 else 0
     return ParameterBytes(weight, gradient, round(count * numel * max(4, dtype.itemsize)) + master, assumed)
+
+
+def updated_bytes(bill: Mapping[str, float], optimizer: str, mixed: bool) -> float:
+    """Of the tensor that the optimizer updates: the weight, or its fp32 master. bill: bytes by cause, "parameters",
+    "gradients" and "optimizer"; mixed: under mixed precision."""
+    if mixed:
+        return bill["gradients"]
+    master = bill["optimizer"] / (state_tensors(optimizer)[0] + 1) if optimizer.endswith(MASTERS) else 0.0
+    return max(bill["parameters"], master)
 
 
 _TABLE = 4 * (2**20 + TILE)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from .curves import Curve, Surface
 from .fitting import rising
-from .op_timing import Make, timed, without_entry
+from .op_timing import Make, timed
 from .profiler import ProfileState, Task
 
 __all__ = ["GridOp", "coarse", "curves_of", "grid", "op_task", "surfaces_of"]
@@ -235,8 +235,8 @@ def _product(lines: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
 
 
 def _both(key: str, state: ProfileState, slowdown: float) -> tuple[float, float] | None:
-    """(forward, backward) seconds of one op, without the engine's entry."""
+    """(forward, backward) seconds of one op."""
     seconds = state.seconds(key)
     if seconds is None:
         return None
-    return seconds[0] * slowdown, without_entry(seconds[1], state) * slowdown
+    return seconds[0] * slowdown, seconds[1] * slowdown

@@ -5,19 +5,23 @@ forwards run, holding their outputs and autograd graphs, then all backwards in r
 Operands are then out of cache and outputs on fresh pages, as in training; a hot loop over one instance flatters a
 pointwise op severalfold. What entering the autograd engine costs (``ENTRY``) is taken off each backward: training
 enters it once per stage and microbatch, not once per op.
+
+On a CUDA device an op takes what its kernels take: the host is ahead of a step that is worth planning. What it takes to
+queue one kernel (``fact/launch``) is the least of an op that has any.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
+from itertools import cycle
 from statistics import median
 from time import perf_counter, thread_time
 from typing import Any, Protocol
 
 import torch
 
-from .profiler import ProfileState, Task, Visit
+from .profiler import Task, Visit
 
 __all__ = [
     "ENTRY",
@@ -29,12 +33,13 @@ __all__ = [
     "stopwatch",
     "stream_bytes_per_s",
     "timed",
-    "without_entry",
 ]
 
 OUT_OF_CACHE_BYTES = 1 << 26
 _MOST_INSTANCES, _SWEEPS = 64, 3
 _LONG_S = 0.02  # a sweep takes no more instances than fill about this long
+_PAUSE_CYCLES = 4_000_000  # some 2 ms
+_NO_KERNEL_S = 1e-6  # on a CUDA device less than that is no kernel
 _STREAM = 1 << 23  # elements; two such operands are twice a common last-level cache, and no page is new
 
 ENTRY = "fact/backward of a view"
@@ -52,30 +57,44 @@ class TimedOp(Protocol):
 
 
 Make = Callable[[torch.device], TimedOp]
-Watch = Callable[[Callable[[], object]], float]
 
 
-def stopwatch(device: torch.device) -> Watch:
-    """Seconds of a call on ``device``: by events where work is queued on a stream. On a CPU by the time that the thread
-    had a core, so that other processes do not count, or by the clock where the call has several threads."""
+class Watch(Protocol):
+    """Seconds of a call; spared_s: of the host, which a step does not take."""
+
+    def __call__(self, call: Callable[[], object], spared_s: float = 0.0, /) -> float:
+        """Call it."""
+
+
+def stopwatch(device: torch.device, host: bool = True) -> Watch:
+    """Seconds of a call on ``device``.
+
+    On a stream by events, behind a pause in which the host queues the call, so that the device does not wait for it.
+    host: what the host takes to queue it counts where it is more. On a CPU by the time that the thread had a core, so
+    that other processes do not count, or by the clock where the call has several threads."""
     if device.type != "cuda":
         now = thread_time if torch.get_num_threads() == 1 else perf_counter
 
-        def clock(call: Callable[[], object]) -> float:
+        def clock(call: Callable[[], object], spared_s: float = 0.0) -> float:
             start = now()
             call()
-            return now() - start
+            seconds = now() - start
+            return max(seconds - spared_s, 0.1 * seconds)
 
         return clock
 
-    def events(call: Callable[[], object]) -> float:
+    def events(call: Callable[[], object], spared_s: float = 0.0) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(device)
+        torch.cuda._sleep(_PAUSE_CYCLES)
         start.record()
+        began = perf_counter()
         call()
+        queued = perf_counter() - began
         end.record()
         torch.cuda.synchronize(device)
-        return start.elapsed_time(end) / 1e3
+        worked = start.elapsed_time(end) / 1e3
+        return max(worked, queued) if host else worked
 
     return events
 
@@ -94,15 +113,16 @@ def timed(
     """A function that measures one op. It returns (forward seconds, backward seconds), each the median of a few sweeps,
     and the backward seconds of a second Make. memory_bytes: limit of all instances together; nbytes: bytes of one (0:
     they are looked up)."""
-    watch = stopwatch(device)
+    watch, entry_s = stopwatch(device, host=False), _entry_seconds(device)
+    least = _launch_seconds(device) if device.type == "cuda" else 0.0
     sets = [_instances(make, device, memory_bytes, nbytes, watch) for make in makes]
 
     def visit() -> Visit:
-        forward, backward, samples = _sweeps(*sets[0], watch)
+        forward, backward, samples = _sweeps(*sets[0], watch, entry_s)
         out = [forward, backward, 0.0]
         if len(sets) > 1:
-            out[2] = _sweeps(*sets[1], watch)[1]
-        return out[:width], samples
+            out[2] = _sweeps(*sets[1], watch, entry_s)[1]
+        return [max(seconds, least) if seconds > _NO_KERNEL_S else seconds for seconds in out[:width]], samples
 
     return visit
 
@@ -126,8 +146,8 @@ def _instances(
     return out, 1 if once > _LONG_S else _SWEEPS
 
 
-def _sweeps(instances: Sequence[TimedOp], sweeps: int, watch: Watch) -> tuple[float, float, int]:
-    """(forward seconds, backward seconds, samples) of one instance."""
+def _sweeps(instances: Sequence[TimedOp], sweeps: int, watch: Watch, entry_s: float) -> tuple[float, float, int]:
+    """(forward seconds, backward seconds, samples) of one instance. entry_s: of entering the autograd engine once."""
 
     def forwards() -> None:
         for instance in instances:
@@ -137,7 +157,8 @@ def _sweeps(instances: Sequence[TimedOp], sweeps: int, watch: Watch) -> tuple[fl
         for instance in reversed(instances):
             instance.backward()
 
-    times = [(watch(forwards), watch(backwards)) for _ in range(sweeps)]
+    spared = len(instances) * entry_s
+    times = [(watch(forwards), watch(backwards, spared)) for _ in range(sweeps)]
     forward, backward = (median(column) / len(instances) for column in zip(*times))
     return forward, backward, sweeps * len(instances)
 
@@ -164,21 +185,7 @@ def _tensors(value: object, depth: int) -> Iterator[torch.Tensor]:
 def fact_tasks(device: torch.device) -> list[Task]:
     """The tasks that measure no op of the grid: one launch, one view, the memory rate (an addition in place beyond the
     cache), and the entry into the autograd engine."""
-    watch = stopwatch(device)
-
-    def repeated(call: Callable[[], object], count: int) -> Callable[[], Visit]:
-        call()
-
-        def loop() -> None:
-            for _ in range(count):
-                call()
-
-        return lambda: ([median(watch(loop) for _ in range(3)) / count], 3 * count)
-
-    def launch() -> Callable[[], Visit]:
-        x = torch.ones(64, device=device)
-        with torch.no_grad():
-            return repeated(partial(torch.add, x, x), 200)
+    repeated = partial(_repeated, device)
 
     def view() -> Callable[[], Visit]:
         return repeated(partial(torch.zeros(64, 64, device=device).view, 4096), 200)
@@ -187,23 +194,47 @@ def fact_tasks(device: torch.device) -> list[Task]:
         x, y = torch.zeros(_STREAM, device=device), torch.zeros(_STREAM, device=device)
         return repeated(partial(x.add_, y), 3)
 
-    def entry() -> Callable[[], Visit]:
-        leaf = torch.ones(64, device=device, requires_grad=True)
-        cotangent = torch.ones(64, device=device)
-        outs = [leaf.view(64) for _ in range(200)]
-        rest = iter(outs * 4)  # one graph serves several backwards: a view saves nothing
-        return repeated(lambda: torch.autograd.grad(next(rest), leaf, cotangent, retain_graph=True), 200)
-
-    makes = (launch, view, stream, entry)
+    makes = (partial(_launches, device), view, stream, partial(_entries, device))
     return [Task(key, key, 0.0, make) for key, make in zip(FACTS, makes)]
+
+
+def _repeated(device: torch.device, call: Callable[[], object], count: int) -> Callable[[], Visit]:
+    watch = stopwatch(device)
+    call()
+
+    def loop() -> None:
+        for _ in range(count):
+            call()
+
+    return lambda: ([median(watch(loop) for _ in range(3)) / count], 3 * count)
+
+
+def _entries(device: torch.device) -> Callable[[], Visit]:
+    leaf = torch.ones(64, device=device, requires_grad=True)
+    cotangent = torch.ones(64, device=device)
+    outs = [leaf.view(64) for _ in range(200)]
+    rest = cycle(outs)  # one graph serves several backwards: a view saves nothing
+    return _repeated(device, lambda: torch.autograd.grad(next(rest), leaf, cotangent, retain_graph=True), 200)
+
+
+def _launches(device: torch.device) -> Callable[[], Visit]:
+    x = torch.ones(64, device=device)
+    with torch.no_grad():
+        return _repeated(device, partial(torch.add, x, x), 200)
+
+
+@cache
+def _launch_seconds(device: torch.device) -> float:
+    """Seconds of the host to queue one kernel."""
+    return float(_launches(device)()[0][0])
+
+
+@cache
+def _entry_seconds(device: torch.device) -> float:
+    """Seconds of the host to enter the autograd engine."""
+    return float(_entries(device)()[0][0])
 
 
 def stream_bytes_per_s(seconds: float) -> float:
     """The memory rate from the seconds of the stream fact."""
     return 12.0 * _STREAM / seconds
-
-
-def without_entry(backward_s: float, state: ProfileState) -> float:
-    """Seconds of a backward without those of entering the autograd engine, but never less than a tenth of it."""
-    entry: Any = state.seconds(ENTRY)
-    return max(backward_s - (entry[0] if entry else 0.0), 0.1 * backward_s)

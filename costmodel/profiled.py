@@ -20,7 +20,7 @@ from .fitting import fit_coding, fit_optimizer, fit_wire, two_rates
 from .hardware import Device, Link, link_of
 from .measured import CodingRate, CollectiveMeasurement, OpTime, OptimizerRate
 from .op_grid import GridOp, curves_of, surfaces_of
-from .op_timing import ENTRY, stream_bytes_per_s, without_entry
+from .op_timing import ENTRY, stream_bytes_per_s
 from .presets import LOOPBACK, OVERLAP
 from .profiler import ProfileState
 
@@ -133,13 +133,13 @@ def op_times_of(state: ProfileState, slowdown: float) -> tuple[OpTime, ...]:
             continue
         signature = key.removeprefix("probe/")
         forward, backward, to_inputs = record.medians()
-        total = without_entry(backward, state) if "*" in signature or "^" in signature else 0.0
+        total = backward if "*" in signature or "^" in signature else 0.0
         if "^" not in signature:
             inputs = total
         elif "*" not in signature:
             inputs = 0.0
         else:
-            inputs = min(without_entry(to_inputs, state), total)
+            inputs = min(to_inputs, total)
         times = (forward * slowdown, inputs * slowdown, (total - inputs) * slowdown)
         out.append(OpTime(signature, *times, record.samples))
     return tuple(out)

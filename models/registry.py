@@ -40,6 +40,11 @@ class Target:
     dtype: torch.dtype
     flops_per_step: float | None = None
 
+    @property
+    def optimizer(self) -> str:
+        """The optimizer by which a training of this model is planned: one with fp32 masters where it has 16 bits."""
+        return "AdamW+masters" if self.dtype.itemsize == 2 else "AdamW"
+
 
 # ---- targets by name
 

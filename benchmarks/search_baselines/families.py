@@ -44,8 +44,9 @@ class Task:
         """The best plan of this shape; None if nothing fits or the model has too few layers for it."""
         try:
             asked = PlanRequest(
-                self.global_batch, microbatches, strategy, alternatives=False, space=space or self.space
-            )
+                self.global_batch, microbatches, strategy, optimizer="AdamW+masters", alternatives=False,
+                space=space or self.space,
+            )  # fmt: skip
             return make_plan(self.graph, self.cluster, asked)
         except InfeasibleError:
             return None

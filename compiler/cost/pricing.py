@@ -23,7 +23,7 @@ from ...costmodel.codecs import CODECS, Codec, LowRankFactors, coded_messages, c
 from ...costmodel.collectives import REDUCTIONS, AxisPrice, mesh_prices, p2p_seconds
 from ...costmodel.compute import TWO_SIDED, Price, measured_backward, op_price
 from ...costmodel.hardware import Device
-from ...costmodel.memory import parameter_bytes
+from ...costmodel.memory import parameter_bytes, updated_bytes
 from ..ir.graph import TensorType, tensor_operands, types_of
 from ..ir.reshard import LOCAL_STEPS, step_bytes, steps_between
 from ..ir.spec import P, Pair, Spec, local_shape
@@ -95,8 +95,7 @@ def nbytes(kind: TensorType, spec: Spec, mesh_shape: Sequence[int]) -> float:
 @dataclass
 class MeshPricer:
     """Prices on the submesh of ``cluster`` that starts at ``offset`` and has ``mesh_shape``. mixed: whether parameters
-    of 16 bits have master weights in fp32 and sums of gradients too (``mixed_precision``); states are fp32 in any
-    case."""
+    of 16 bits have master weights, states and sums of gradients in fp32 (``mixed_precision``)."""
 
     cluster: Cluster
     offset: int
@@ -276,9 +275,8 @@ class MeshPricer:
         elements = prod(local_shape(kind.shape, spec, self.mesh_shape))
         if not trainable:
             return {"parameters": elements * kind.dtype.itemsize, "gradients": 0.0, "optimizer": 0.0}
-        half = kind.dtype.itemsize == 2
         summed = gradient_type(kind, self.mixed).dtype
-        bill = parameter_bytes(elements, kind.dtype, self.optimizer, half, summed)
+        bill = parameter_bytes(elements, kind.dtype, self.optimizer, self.mixed, summed)
         return {"parameters": bill.parameter, "gradients": bill.gradient, "optimizer": bill.optimizer_state}
 
     def joint(self, axes: Sequence[int], algorithm: str = "backend") -> AxisPrice | None:
@@ -379,7 +377,7 @@ class MeshPricer:
             return 0.0
         rate = self.device.optimizer_rate(self.optimizer)
         if rate is not None:
-            return rate.alpha_s + rate.beta_s_per_byte * (memory["gradients"] if self.mixed else memory["parameters"])
+            return rate.alpha_s + rate.beta_s_per_byte * updated_bytes(memory, self.optimizer, self.mixed)
         traffic = 2 * memory["parameters"] + 2 * memory["gradients"] + 2 * memory["optimizer"]
         return traffic / self.device.memory_bytes_per_s
 

@@ -76,6 +76,22 @@ class ChunkProgram:
     constants: Mapping[str, torch.Tensor]
     segments: tuple[Segment, ...] = ()
 
+    def move_to(self, device: torch.device) -> None:
+        """Let the ops that have no operands make their tensors on ``device``; the graph names the CPU, for which models
+        are captured."""
+        moved = False
+        for node in self.module.graph.nodes:
+            if node.op == "call_function" and not node.all_input_nodes and _takes_device(node):
+                moved |= node.kwargs.get("device") != device
+                node.kwargs = {**node.kwargs, "device": device}
+        if moved:
+            self.module.recompile()
+
+
+def _takes_device(node: torch.fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return "device" in node.kwargs or (schema is not None and any(a.name == "device" for a in schema.arguments))
+
 
 def made_of(sources: Iterable[torch.fx.Node], graph: torch.fx.Graph) -> set[torch.fx.Node]:
     """The sources, and the nodes that are made of these alone."""

@@ -35,7 +35,7 @@ from torch import nn
 
 from ...costmodel.cluster import Cluster
 from ...costmodel.codecs import CODECS
-from ...costmodel.memory import drawn_bytes, held_bytes, parameter_bytes, usable_bytes
+from ...costmodel.memory import MASTERS, drawn_bytes, held_bytes, parameter_bytes, usable_bytes
 from ..cost.pricing import gradient_type
 from ..errors import InfeasibleError
 from ..ir.graph import Graph
@@ -236,21 +236,24 @@ def _members(plan: Plan, stage: Stage, axes: Sequence[int]) -> int:
 
 
 @cache
-def update_bytes(shape: tuple[int, ...], dtype: torch.dtype, optimizer: str, device_kind: str) -> tuple[int, int]:
+def update_bytes(
+    shape: tuple[int, ...], dtype: torch.dtype, optimizer: str, device_kind: str, mixed: bool = False
+) -> tuple[int, int]:
     """(bytes of state, bytes that a later step needs at its worst besides) of one parameter of this local shape.
 
     optimizer: a torch.optim class name with its default arguments, or "SGD+momentum". On CUDA devices torch updates
     parameters in lists, so there the second figures add up over parameters; on CPUs one parameter follows the other.
     An optimizer that is unknown, or refuses such a parameter, is taken to keep what ``parameter_bytes`` says, and to
-    need nothing. Half-precision parameters have fp32 states and a master weight, as there.
+    need nothing. mixed: half-precision parameters have fp32 states and a master weight, as they have with ``MASTERS``.
     """
-    half = dtype.itemsize == 2
-    rule = parameter_bytes(prod(shape), dtype, optimizer, mixed_precision=half).optimizer_state
+    masters = dtype.itemsize == 2 and (mixed or optimizer.endswith(MASTERS))
+    rule = parameter_bytes(prod(shape), dtype, optimizer, masters).optimizer_state
+    name = optimizer.removesuffix(MASTERS)
     try:
-        state, temporary = _stepped(shape, torch.float32 if half else dtype, optimizer, device_kind == "cuda")
+        state, temporary = _stepped(shape, torch.float32 if masters else dtype, name, device_kind == "cuda")
     except Exception:
         return rule, 0
-    return (rule if half else state), temporary
+    return (rule if masters else state), temporary
 
 
 def _stepped(shape: tuple[int, ...], dtype: torch.dtype, optimizer: str, lists: bool) -> tuple[int, int]:
@@ -326,5 +329,5 @@ def _bytes(graph: Graph, plan: Plan, stage: Stage, outer: str | None, kind: str)
             made = gradient_type(node.meta["type"], graph.mixed)
             shape = local_shape(made.shape, sharding.optimizer, stage.mesh_shape)
             gradients += prod(shape) * made.dtype.itemsize
-            states += update_bytes(tuple(shape), made.dtype, outer, kind)[0] if outer else 0
+            states += update_bytes(tuple(shape), made.dtype, outer, kind, graph.mixed)[0] if outer else 0
     return gradients, states

@@ -309,7 +309,7 @@ class ChunkMemory:
 
     def _update(self, slot: Slot) -> tuple[int, int]:
         shape = self._local(slot, self.shardings[slot.name].optimizer)
-        return update_bytes(shape, slot.type.dtype, self.plan.optimizer, self.kind)
+        return update_bytes(shape, slot.type.dtype, self.plan.optimizer, self.kind, self.graph.mixed)
 
     # ---- parameters that are cut further than ops read them
 

@@ -106,6 +106,7 @@ class BoundChunk:
         self.plan, self.place, self.program, self.comm = rank.plan, place, program, rank.comm
         self.state, self.input_sharder, self.training = rank.state, rank.input_sharder, rank.training
         compiler = rank.compiler
+        program.move_to(self.state.device)
         self.halves: SplitProgram | None = split_program(program) if splits_backward else None
         module = program.module if self.halves is None else self.halves.module
         self.gathers = Gathers(module.graph)

@@ -13,7 +13,7 @@ replica's own share, as if all p had its samples (``replicas.ReplicaComm``).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -159,6 +159,7 @@ class Executor:
             reducer.begin(1 / loss_scale)
         outputs: dict[str, torch.Tensor] = {}
         self.training_outputs = {}
+        total: PendingCollective | None = None
         held: dict[int, Sends] = {}
         saved: dict[tuple[int, int], tuple[list[Any], tuple[Any, ...]]] = {}
         # receives are always posted one action ahead, so that no peer waits for a buffer while this rank computes
@@ -183,6 +184,10 @@ class Executor:
                         worked = mark()
                         sends = part.send_values(exits, microbatch, step)
                         self._keep(part, exits)
+                        if part.loss_exit is not None and microbatch == self.microbatches - 1:
+                            # the sum travels, and is read, beside the last backwards
+                            comm.phase = "step"
+                            total = self.loss.start()
                         if self.training:
                             saved[action.chunk, microbatch] = (arguments, exits)
                             for position, name in part.output_exits:
@@ -210,8 +215,6 @@ class Executor:
                         held[index] = sends
                     self.trace.action(work.label, started, ready, worked, mark())
             comm.phase = "step"
-            # started before the reducer waits: the loss travels beside the last gradients
-            total = self.loss.start()
             if reducer is not None:
                 with self.trace.span("gradient"):
                     reducer.finish()
@@ -266,6 +269,7 @@ class BatchLoss:
         addends = [axis for exit in exits for axis, value in enumerate(exit.pair.value) if value.is_partial]
         self.axes = [axis for axis in addends if comm.size(axis) > 1 and axis not in independent_axes]
         self.times = prod(comm.size(axis) for axis in addends if axis in independent_axes)
+        self.on_host: _HostCopy | None = None  # of a loss on a CUDA device
 
     def begin(self) -> None:
         """Forget the losses of a batch that was not finished. Called before the first microbatch of the next one."""
@@ -283,4 +287,37 @@ class BatchLoss:
         mine = losses[0] if len(losses) == 1 else torch.stack(losses).sum() / len(losses)
         if self.times > 1:
             mine *= self.times
-        return self.comm.start_sum(mine, self.axes) if self.axes else PendingCollective(None, mine, mine)
+        started = self.comm.start_sum(mine, self.axes) if self.axes else PendingCollective(None, mine, mine)
+        return self._copied(started, mine) if mine.is_cuda else started
+
+    def _copied(self, started: PendingCollective, mine: torch.Tensor) -> PendingCollective:
+        if self.on_host is None:
+            self.on_host = _HostCopy(mine)
+        return PendingCollective(self.on_host.copied, self.on_host.start(started.wait), mine)
+
+    def read(self, total: torch.Tensor) -> float:
+        """The value of the sum that was started last and has become ``total``."""
+        return float(total) if self.on_host is None else self.on_host.read()
+
+
+class _HostCopy:
+    """A number that is brought to the host beside what its CUDA device computes next: reading it does not wait for
+    that."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.stream, self.copied = torch.cuda.Stream(like.device), torch.cuda.Event()
+        self.value = torch.empty((), dtype=like.dtype, pin_memory=True)
+
+    def start(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What ``make`` returns, which is to be used after ``copied``."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            number = make()
+            self.value.copy_(number.view(()), non_blocking=True)
+            self.copied.record()
+        return number
+
+    def read(self) -> float:
+        """The number, once it is here."""
+        self.copied.synchronize()
+        return float(self.value)

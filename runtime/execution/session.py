@@ -408,8 +408,9 @@ class Session:
             with self.trace.span("tied"):
                 self.tied.gather_gradients()
             with self.trace.span("loss"):
-                loss = self._share_loss(loss)
-            value = float(loss)
+                shared = self._share_loss(loss)
+            value = executor.loss.read(shared) if shared is loss else float(shared)
+            loss = shared
         if not math.isfinite(value):
             self._stepped = True
             self._require_finite([(self.step, loss)])

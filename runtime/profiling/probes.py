@@ -377,7 +377,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "SGD+momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-4, momentum=0.9),
 }
 #: (tensors, elements of each)
-OPTIMIZER_SIZES = ((64, 1 << 10), (32, 1 << 14), (16, 1 << 18), (2, 1 << 22))
+OPTIMIZER_SIZES = ((64, 1 << 10), (32, 1 << 14), (16, 1 << 18), (2, 1 << 22))  # (tensors, elements of each)
 _OUT_OF_CACHE_BYTES = 1 << 26
 _CHURNED_MIB = 32  # MiB
 
@@ -389,7 +389,7 @@ def optimizer_probe(name: str, tensors: int, elements: int, device: torch.device
     much memory is taken and given back as activations do: the temporaries of an update then lie on fresh pages.
     """
     count = max(1, min(32, _OUT_OF_CACHE_BYTES // (4 * 4 * tensors * elements)))
-    watch = stopwatch(device)
+    watch = stopwatch(device, host=False)
     sets = []
     for _ in range(count):
         parameters = [nn.Parameter(torch.ones(elements, device=device)) for _ in range(tensors)]

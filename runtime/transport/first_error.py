@@ -105,8 +105,10 @@ def first_error_of(error: BaseException) -> FirstError | None:
 
 
 def world_store() -> Any:
-    """The store in which the world's ranks met."""
+    """The store in which the world's ranks met. RuntimeError where they have parted."""
     group: Any = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("there is no process group any more")
     return group.get_group_store()
 
 

@@ -20,6 +20,8 @@ def test_mixed_precision_adam_is_16_bytes():
     assert parameter_bytes(1000, torch.float32, "SGD").total == 8000
     assert parameter_bytes(1000, torch.float32, "SGD+momentum").total == 12000
     assert parameter_bytes(1000, torch.bfloat16, "AdamW").total == 8000  # pure bf16 training
+    assert parameter_bytes(1000, torch.bfloat16, "AdamW+masters").total == 16000
+    assert parameter_bytes(1000, torch.float32, "AdamW+masters").total == 16000
     assert parameter_bytes(1000, torch.float32, 0.5).optimizer_state == 2000
 
 

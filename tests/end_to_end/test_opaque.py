@@ -19,7 +19,7 @@ from meshwright.compiler.rules import rule_for
 from meshwright.compiler.verification.capture_check import check_capture
 from torch import Tensor, nn
 
-from tests.support.untraceable import Model, Placed, batch, placed
+from tests.support.untraceable import Model, Placed, batch, longformer, model_of, placed
 
 STEPS = 3
 
@@ -40,29 +40,6 @@ def single_device(middle: str) -> tuple[list[float], dict[str, Tensor]]:
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses, model.state_dict()
-
-
-def longformer() -> tuple[nn.Module, dict[str, Tensor]]:
-    """An encoder that branches on whether some token attends globally."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.LongformerConfig(
-        hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16, attention_window=4,
-        vocab_size=32, max_position_embeddings=20, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    ids = torch.randint(3, 32, (8, 8))
-    return transformers.LongformerForMaskedLM(config), {
-        "input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids
-    }  # fmt: skip
-
-
-def model_of(middle: str) -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Tensor]]:
-    if middle == "Longformer":
-        model, inputs = longformer()
-        model.zoo = middle  # its capture, of seconds, is the same for each strategy
-        return model, (), inputs
-    return (Placed(), placed(), {}) if middle == "Placing" else (Model(middle), batch(), {})
 
 
 def trained(middle: str, strategy: str | None, options: dict[str, Any]) -> Any:

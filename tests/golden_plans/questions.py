@@ -94,7 +94,9 @@ class Question:
         """The answer. Raises what the call raises."""
         model, args, kwargs = self.model.build()
         ask: Callable[..., Any] = getattr(mw, self.call)
-        extra = {"cache": False} if self.call == "plan" else {}  # pareto keeps nothing
+        extra: dict[str, Any] = {"cache": False} if self.call == "plan" else {}  # pareto keeps nothing
+        if next(model.parameters()).dtype.itemsize == 2:
+            extra["optimizer"] = "AdamW+masters"
         found = ask(
             model,
             self.cluster.build(),

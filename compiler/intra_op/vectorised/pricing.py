@@ -26,7 +26,7 @@ from torch.fx import Node
 from ....costmodel.algorithms import IN_PLACE
 from ....costmodel.compute import TWO_SIDED, measured_backward, op_price_many
 from ....costmodel.hardware import Device
-from ....costmodel.memory import parameter_bytes
+from ....costmodel.memory import parameter_bytes, updated_bytes
 from ...cost.gradient_communication import cheapest_offers
 from ...cost.pricing import PricingContext, gradient_routes, gradient_type, pricing_context
 from ...cost.signature import signature, sum_signature
@@ -324,8 +324,8 @@ class CasePricer:
         """Bytes per element of a parameter, its gradient and its optimizer state."""
         if not trainable:
             return float(kind.dtype.itemsize), 0.0, 0.0
-        half = kind.dtype.itemsize == 2
-        bill = parameter_bytes(1, kind.dtype, self.cases.optimizer, half, self.gradient_type(kind).dtype)
+        mixed = self.cases.graph.mixed
+        bill = parameter_bytes(1, kind.dtype, self.cases.optimizer, mixed, self.gradient_type(kind).dtype)
         return float(bill.parameter), float(bill.gradient), float(bill.optimizer_state)
 
     def gradient_type(self, kind: TensorType) -> TensorType:
@@ -335,7 +335,8 @@ class CasePricer:
     def update_seconds(self, kind: TensorType, elements: np.ndarray) -> np.ndarray:
         """[num, …] seconds to update ``elements`` of a trained parameter on each device."""
         parameter, gradient, state = self.parameter_rates(kind, True)
-        updated = gradient if self.cases.graph.mixed else parameter
+        bill = {"parameters": parameter, "gradients": gradient, "optimizer": state}
+        updated = updated_bytes(bill, self.cases.optimizer, self.cases.graph.mixed)
         seconds = np.zeros_like(elements)
         for device, rows in self.devices:
             rate = device.optimizer_rate(self.cases.optimizer)

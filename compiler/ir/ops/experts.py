@@ -79,19 +79,30 @@ experts.register_autograd(_experts_backward, setup_context=_save)
 
 def _transformers_experts(module: Any, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The implementation that ``transformers`` calls; experts of an unsupported kind run by its own ``grouped_mm``."""
-    activation = _gate_name(module) if module.has_gate else _activation_name(module)
-    if activation is None or module.has_post_expert_norm or module._is_expert_parallel:
+    gated, normed, parallel = (
+        _said(module, name) for name in ("has_gate", "has_post_expert_norm", "_is_expert_parallel")
+    )
+    activation = _gate_name(module) if gated else _activation_name(module)
+    if activation is None or normed or parallel or weight.shape != index.shape:
         interface = sys.modules["transformers.integrations.moe"].ALL_EXPERTS_FUNCTIONS
         return interface["grouped_mm"](module, x, index, weight)
-    name = "gate_up_proj" if module.has_gate else "up_proj"
+    name = "gate_up_proj" if gated else "up_proj"
     up, down = getattr(module, name), module.down_proj
     biases = [getattr(module, f"{name}_bias"), module.down_proj_bias] if module.has_bias else [None, None]
     if module.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
-    if module.has_gate and not module.is_concatenated:  # rows gate, up, gate, up, …: [E, 2F, …] → [E, 2, F, …]
+    if gated and not _said(module, "is_concatenated"):  # rows gate, up, gate, up, …: [E, 2F, …] → [E, 2, F, …]
         up = up.unflatten(1, (-1, 2)).transpose(1, 2)
         biases[0] = None if biases[0] is None else biases[0].unflatten(1, (-1, 2)).transpose(1, 2)
-    return experts(x, index, weight, up, down, activation, module.has_gate, *biases)
+    return experts(x, index, weight, up, down, activation, gated, *biases)
+
+
+#: what experts are where ``transformers`` before 5.20 does not say it
+_UNSAID = {"has_gate": True, "is_concatenated": True, "has_post_expert_norm": False, "_is_expert_parallel": False}
+
+
+def _said(module: Any, name: str) -> bool:
+    return bool(getattr(module, name, _UNSAID[name]))
 
 
 def _activation_name(module: Any) -> str | None:
@@ -104,7 +115,7 @@ def _gate_name(module: Any) -> str | None:
     of gate and up, or reads tensors of the module."""
     kind = type(module)
     if kind._apply_gate.__name__ == "_default_apply_gate":
-        return _activation_name(module) if module.is_concatenated else None
+        return _activation_name(module) if _said(module, "is_concatenated") else None
     names = [name for name in kind._apply_gate.__code__.co_names if hasattr(module, name)]
     read = {name: getattr(module, name) for name in dict.fromkeys(names)}
     parts = [part for value in read.values() if isinstance(value, nn.Module) for part in value.parameters()]
@@ -115,7 +126,7 @@ def _gate_name(module: Any) -> str | None:
     name = f"{kind.__qualname__}@{digest}({settings})"
     if name not in local_ops.GATES:
         apply_gate = functools.partial(kind._apply_gate, SimpleNamespace(**read))
-        if not _acts_on_pairs(apply_gate, module.is_concatenated):
+        if not _acts_on_pairs(apply_gate, _said(module, "is_concatenated")):
             return None
         local_ops.GATES[name] = functools.partial(_gate_of_pairs, apply_gate)
     return name

@@ -234,13 +234,15 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         probability, local, in_block, valid = ctx.saved_tensors
-        row = valid * grads[0].to(probability.dtype)
-        out = probability * row[:, None]
-        if ctx.smoothing:
-            out.sub_((row * (ctx.smoothing / ctx.classes))[:, None])
-        out.scatter_add_(1, local[:, None], (in_block * row).mul_(ctx.smoothing - 1)[:, None])
         shape, dtype = ctx.like
-        return out.view(shape).to(dtype), None, None, None, None
+        row = (valid * grads[0].to(probability.dtype))[:, None]
+        picked = probability.gather(1, local[:, None]).sub_((in_block * (1 - ctx.smoothing))[:, None])
+        if ctx.smoothing:
+            probability, picked = (x - ctx.smoothing / ctx.classes for x in (probability, picked))
+        # rounded once, on its way to memory
+        out = torch.mul(probability, row, out=probability.new_empty(probability.shape, dtype=dtype))
+        out.scatter_(1, local[:, None], picked.mul_(row).to(dtype))
+        return out.view(shape), None, None, None, None
 
 
 def cross_entropy(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.ir.ops import local_ops
 from meshwright.compiler.ir.ops import local_ops as dispatch
 from meshwright.compiler.rules import pairs_choice
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.manual_plans import equals_one_device, sent
+from tests.support.zoo import ZOO
 
 TOKENS, EXPERTS, HIDDEN = 16, 4, 6
 
@@ -130,3 +132,13 @@ def capacity(batch: int):
 def test_a_mixture_whose_tokens_travel_trains_as_one_device_does(ranks, name, labels, mesh):
     _, results = equals_one_device(ranks, name, (), mesh, sent(*labels))
     assert results[0][2]["forward all_to_all"] == results[0][2]["backward all_to_all"] // 2 * 3 > 0
+
+
+def test_experts_of_an_earlier_transformers():
+    """Before 5.20 a module does not say whether it norms behind its experts or splits them."""
+    model, args, kwargs = ZOO["mixtral"](4)
+    for module in model.modules():
+        for name in ("has_gate", "is_concatenated", "has_post_expert_norm", "_is_expert_parallel"):
+            vars(module).pop(name, None)
+    graph = capture(model.train(), args, kwargs)
+    assert [node for node in graph.ops() if node.target is local_ops.experts]

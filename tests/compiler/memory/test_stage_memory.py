@@ -62,7 +62,13 @@ def test_optimizer_state_is_that_of_the_real_optimizer(name: str) -> None:
 def test_optimizer_temporaries_of_adam() -> None:
     size = 256 * 128 * 4
     assert update_bytes((256, 128), torch.float32, "AdamW", "cpu")[1] == 2 * size  # the root, then the denominator
-    assert update_bytes((256, 128), torch.float16, "AdamW", "cpu")[0] == 3 * size  # two states, one master weight
+    masters = [
+        update_bytes((256, 128), torch.float16, *how)[0] for how in (("AdamW", "cpu", True), ("AdamW+masters", "cpu"))
+    ]
+    assert masters == [3 * size, 3 * size]  # two states, one master weight
+    state, temporary = update_bytes((256, 128), torch.bfloat16, "AdamW", "cpu")
+    assert abs(state - size) <= 64  # two states of 16 bits; step counters
+    assert temporary == size
 
 
 # ---- kernels that take room for a moment
