@@ -215,20 +215,20 @@ def main() -> int:
         return 0
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     alone()
+    rows: dict[str, dict[str, Any]] = {}
     try:
         said, plans = predicted(arguments.budget, arguments.table)
-        took = {}
         for model in MODELS:  # one at a time: they would not fit beside each other
-            took[model.name] = measured(model, plans[model.name], arguments.rounds)
+            took = measured(model, plans[model.name], arguments.rounds)
+            rows[model.name] = {"predicted": said[model.name], "measured": took}
             print(f"measured {model.name}", file=sys.stderr, flush=True)
+            save_records("accelerator", records(rows))  # a run that is cut off keeps what it has
+            write_results(arguments.json, {"device": torch.cuda.get_device_name(), "rows": rows})
             gc.collect()
             torch.cuda.empty_cache()
     finally:
         dist.destroy_process_group()
-    rows = {name: {"predicted": said[name], "measured": took[name]} for name in said}
     show(rows)
-    save_records("accelerator", records(rows))
-    write_results(arguments.json, {"device": torch.cuda.get_device_name(), "rows": rows})
     return 0
 
 

@@ -85,7 +85,10 @@ SECTIONS = (
     Section("bruteforce", "The search against all plans there are", "Tiny random instances, every plan document."),
     Section("accuracy", "Predicted against measured", "Every prediction is made before its plan runs."),
     Section("published", "Published runs, predicted", "From data sheets alone; nothing ran on a GPU here."),
-    Section("accelerator", "Predicted against measured on a GPU", "One card, whole steps."),
+    Section(
+        "accelerator", "Predicted against measured on a GPU",
+        "One card, bfloat16 throughout, AdamW; steps one by one, each waited for.",
+    ),
     Section("collectives", "All-reduce algorithms against Gloo", "The fastest of ours for each size."),
     Section(
         "wire", "Compressed sums of gradients", "One bucket over a link, against Gloo's exact sum; and whether prices "
@@ -133,7 +136,7 @@ the records under `benchmarks/results/`, which the benchmarks write. How each be
 - *Run* leads to the table of [runs](#runs): date, commit, command, machine, torch. Figures that are older than the
   records were taken over from the document that is named there, with the date and the commit at which they entered it;
   what that document did not say is “{UNKNOWN}”.
-- No figure here is of a GPU: the CUDA and NCCL paths have never run here.
+- Figures of a GPU are those of one card, in the section of that name. NCCL between cards has never run here.
 """
 
 
