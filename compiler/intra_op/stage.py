@@ -232,7 +232,7 @@ def _gradient_reductions(
 
 #: Stages with more operators keep the labels that the tables chose.
 FREE_SOLVE_OPERATORS = 150
-FREE_SOLVE_S = 10.0
+FREE_SOLVE_S = 1.0
 #: Stages with more operators are solved to within ``LARGE_STAGE_GAP`` of the optimum.
 LARGE_STAGE_OPERATORS = 600
 LARGE_STAGE_GAP = 0.01
@@ -311,7 +311,7 @@ class _Stage:
         chosen = solve_section(section, self.in_flight)
         if self._excess_bytes((section, chosen)) <= 0.0 or len(section.names) > FREE_SOLVE_OPERATORS:
             return chosen
-        return self._solve_without(section, (), self._transient(section, chosen)) or chosen
+        return self._solve_without(section, (), self._transient(section, chosen), self._gap(section)) or chosen
 
     def improve(self, first: _Chosen, free: Section) -> _Chosen:
         """The best of ``first`` and the choices of the same stage with its labels left open."""
@@ -321,7 +321,9 @@ class _Stage:
             """Solve without these messages, and return whether the choice is better than all before."""
             best = min(prices)
             beat_s = best[1] if best[0] <= 0.0 else np.inf
-            chosen = self._solve_without(free, without, self._transient(*first), beat_s)
+            # a ban is a trial: Lagrange's choice will do, and no integer program is solved for it
+            near = np.inf if without else self._gap(free)
+            chosen = self._solve_without(free, without, self._transient(*first), near, beat_s)
             if chosen is None:
                 return False
             candidates.append((free, chosen))
@@ -346,11 +348,15 @@ class _Stage:
                 return candidates[prices.index(min(prices))]
             banned.append(better[-1])
 
+    def _gap(self, section: Section) -> float:
+        return LARGE_STAGE_GAP if len(section.names) > LARGE_STAGE_OPERATORS else TOLERANCE
+
     def _solve_without(
-        self, section: Section, without: Sequence[_Message], held: float, beat_s: float = np.inf
+        self, section: Section, without: Sequence[_Message], held: float, near: float, beat_s: float = np.inf
     ) -> tuple[int, ...] | None:
-        """The fastest choice by the problem that sends none of this, or any that fits if none is faster than
-        ``beat_s``; None if none fits, or none was found in time. held: bytes beside those of the problem."""
+        """The fastest choice by the problem that sends none of this, or one as ``near`` as ``solve`` has it, or any
+        that fits if none is faster than ``beat_s``; None if none fits, or none was found in time. held: bytes beside
+        those of the problem."""
         alive = [
             np.array([k for k, one in enumerate(choices) if _message_of(self.context.pricer, one) not in without])
             for choices in section.choices
@@ -358,10 +364,9 @@ class _Stage:
         if not all(map(len, alive)):
             return None
         problem = section.problem(self.in_flight)
-        gap = LARGE_STAGE_GAP if len(section.names) > LARGE_STAGE_OPERATORS else TOLERANCE
         restricted = restrict(problem, alive) if without else problem
         try:
-            solution = solve(restricted, self.limit_bytes - held, FREE_SOLVE_S, near=gap, beat_s=beat_s)
+            solution = solve(restricted, self.limit_bytes - held, FREE_SOLVE_S, near=near, beat_s=beat_s)
         except TimeoutError:  # too wide for elimination, and the integer program found nothing in time
             return None
         if isinstance(solution, InfeasibleAssignment):
