@@ -194,7 +194,9 @@ def fact_tasks(device: torch.device) -> list[Task]:
         x, y = torch.zeros(_STREAM, device=device), torch.zeros(_STREAM, device=device)
         return repeated(partial(x.add_, y), 3)
 
-    makes = (partial(_launches, device), view, stream, partial(_entries, device))
+    makes: tuple[Callable[[], Callable[[], Visit]], ...] = (
+        partial(_launches, device), view, stream, partial(_entries, device)
+    )  # fmt: skip
     return [Task(key, key, 0.0, make) for key, make in zip(FACTS, makes)]
 
 
