@@ -32,9 +32,9 @@ def graph():
     return capture(*ZOO["gpt"](16, device="meta"))
 
 
-def planned(graph, strategy="dp4", cluster=H100):
+def planned(graph, strategy="dp4", cluster=H100, **options):
     space = Space.asked(zero=0, recompute="none")
-    return make_plan(graph, cluster, 16, 2, parse_strategy(strategy), alternatives=False, space=space)
+    return make_plan(graph, cluster, 16, 2, parse_strategy(strategy), alternatives=False, space=space, **options)
 
 
 class Wide(nn.Module):
@@ -152,9 +152,10 @@ def test_a_model_of_16_bits_is_left_alone():
 
 
 def test_16_bits_by_precision_cost_what_a_model_of_16_bits_does(graph):
-    """But for the sums of gradients, which are of 4 bytes."""
+    """Whose optimizer keeps masters; but for the sums of gradients, which are of 4 bytes."""
     model, args, _ = ZOO["gpt"](16, device="meta")
-    own, mixed = planned(capture(model.bfloat16(), args)), planned(in_precision(graph, "bf16"))
+    own = planned(capture(model.bfloat16(), args), optimizer="AdamW+masters")
+    mixed = planned(in_precision(graph, "bf16"))
     mine, theirs = (one.prediction.stages[0] for one in (mixed, own))
     assert mine.forward_s == pytest.approx(theirs.forward_s, rel=0.02)
     for cause in ("parameters", "optimizer", "activations", "inputs"):
