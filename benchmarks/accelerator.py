@@ -30,6 +30,7 @@ from meshwright.compiler.search.driver import make_plan
 from meshwright.compiler.search.parallel_shape import Strategy
 from meshwright.compiler.search.request import PlanRequest
 from meshwright.models.architectures import GPT, Llama
+from predictions.targets import fill
 from reporting.results import Record, Spread, save_records, write_results
 from rich.console import Console
 from rich.table import Table
@@ -146,14 +147,13 @@ def measured(model: Model, plan: mw.Plan, rounds: int) -> dict[str, Any]:
 
 
 def _fill(name: str, whole: Tensor) -> None:
-    """First weights: normal by the number of inputs, the same million numbers again and again, since billions take
-    minutes to draw; vectors 1 for gains and 0 for biases."""
+    """First weights as those of ``fill``, but a million numbers again and again: billions take minutes to draw."""
     if whole.dim() > 1:
         numbers = _NUMBERS.to(whole.dtype) * whole[0].numel() ** -0.5
         for part in whole.view(-1).split(len(numbers)):
             part.copy_(numbers[: len(part)])
     else:
-        whole.fill_(0.0 if name.endswith("bias") else 1.0)
+        fill(name, whole)
 
 
 def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -197,9 +197,7 @@ def records(rows: dict[str, dict[str, Any]]) -> list[Record]:
         ratios = [ours / theirs for ours, theirs in zip(*row["measured"]["samples"], strict=True)]
         spread = Spread(*quantiles(ratios, n=10)[::8], "middle 80 % of the pairs of steps")
         found.append(Record(f"{name}: step over eager", took / eager, "×", 3, spread, "eager PyTorch", 1.0))
-        found.append(
-            Record(f"{name}: largest difference of a loss", _differ(row), "relative", None, None, "eager", None)
-        )
+        found.append(Record(f"{name}: largest difference of a loss", _differ(row), "relative", peer="eager PyTorch"))
     return found
 
 

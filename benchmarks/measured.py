@@ -87,7 +87,7 @@ SECTIONS = (
     Section("published", "Published runs, predicted", "From data sheets alone; nothing ran on a GPU here."),
     Section(
         "accelerator", "Predicted against measured on a GPU",
-        "One card, bfloat16 throughout, AdamW; steps one by one, each waited for.",
+        "One card, bfloat16 throughout, AdamW.",
     ),
     Section("collectives", "All-reduce algorithms against Gloo", "The fastest of ours for each size."),
     Section(

@@ -12,7 +12,7 @@ from math import isfinite
 from typing import Any
 
 from .curves import Curve, Surface
-from .measured import CodingRate, OpTime, OptimizerRate
+from .measured import MASTERS, CodingRate, OpTime, OptimizerRate
 from .presets import OVERLAP, Constant, DeviceSheet, LinkSheet
 
 __all__ = ["LINK_KINDS", "Device", "HashedOnce", "Host", "Link", "device_of", "link_behind", "link_of", "positive"]
@@ -100,7 +100,7 @@ class Device(HashedOnce):
 
     def optimizer_rate(self, name: str) -> OptimizerRate | None:
         """The measured rate of the optimizer with this name ("AdamW", "SGD", "SGD+momentum", …), if there is one."""
-        name = name.removesuffix("+masters")  # ``memory.MASTERS``: it updates more bytes, at the same rate
+        name = name.removesuffix(MASTERS)  # it updates more bytes, at the same rate
         return next((rate for rate in self.optimizers if rate.name == name), None)
 
     def coding_rate(self, name: str) -> CodingRate | None:

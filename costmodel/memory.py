@@ -35,9 +35,10 @@ import torch
 
 from .cluster import Cluster
 from .codecs import CHUNK, TILE, Codec, Dense, Entries, LowRankFactors, QuantizationLevels
+from .measured import MASTERS
 
 __all__ = [
-    "FRAMEWORK_BYTES", "MASTERS", "OPTIMIZER_STATE", "ParameterBytes", "drawn_bytes", "held_bytes",
+    "FRAMEWORK_BYTES", "OPTIMIZER_STATE", "ParameterBytes", "drawn_bytes", "held_bytes",
     "parameter_bytes", "state_bytes", "state_tensors", "updated_bytes", "usable_bytes",
 ]  # fmt: skip
 
@@ -83,10 +84,6 @@ class ParameterBytes:
     def total(self) -> int:
         """The sum of the three."""
         return self.parameter + self.gradient + self.optimizer_state
-
-
-#: ends the name of an optimizer that keeps an fp32 master of every weight of 16 bits, and fp32 states
-MASTERS = "+masters"
 
 
 def state_tensors(optimizer: str) -> tuple[int, str]:

@@ -57,13 +57,7 @@ class TimedOp(Protocol):
 
 
 Make = Callable[[torch.device], TimedOp]
-
-
-class Watch(Protocol):
-    """Seconds of a call; spared_s: of the host, which a step does not take."""
-
-    def __call__(self, call: Callable[[], object], spared_s: float = 0.0, /) -> float:
-        """Call it."""
+Watch = Callable[[Callable[[], object]], float]
 
 
 def stopwatch(device: torch.device, host: bool = True) -> Watch:
@@ -75,15 +69,14 @@ def stopwatch(device: torch.device, host: bool = True) -> Watch:
     if device.type != "cuda":
         now = thread_time if torch.get_num_threads() == 1 else perf_counter
 
-        def clock(call: Callable[[], object], spared_s: float = 0.0) -> float:
+        def clock(call: Callable[[], object]) -> float:
             start = now()
             call()
-            seconds = now() - start
-            return max(seconds - spared_s, 0.1 * seconds)
+            return now() - start
 
         return clock
 
-    def events(call: Callable[[], object], spared_s: float = 0.0) -> float:
+    def events(call: Callable[[], object]) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(device)
         torch.cuda._sleep(_PAUSE_CYCLES)
@@ -113,18 +106,30 @@ def timed(
     """A function that measures one op. It returns (forward seconds, backward seconds), each the median of a few sweeps,
     and the backward seconds of a second Make. memory_bytes: limit of all instances together; nbytes: bytes of one (0:
     they are looked up)."""
-    watch, entry_s = stopwatch(device, host=False), _entry_seconds(device)
-    least = _launch_seconds(device) if device.type == "cuda" else 0.0
+    watch, cuda = stopwatch(device, host=False), device.type == "cuda"
     sets = [_instances(make, device, memory_bytes, nbytes, watch) for make in makes]
 
     def visit() -> Visit:
-        forward, backward, samples = _sweeps(*sets[0], watch, entry_s)
+        forward, backward, samples = _sweeps(*sets[0], watch)
         out = [forward, backward, 0.0]
         if len(sets) > 1:
-            out[2] = _sweeps(*sets[1], watch, entry_s)[1]
-        return [max(seconds, least) if seconds > _NO_KERNEL_S else seconds for seconds in out[:width]], samples
+            out[2] = _sweeps(*sets[1], watch)[1]
+        return (_with_launch(out, device) if cuda else _without_entries(out, device))[:width], samples
 
     return visit
+
+
+def _with_launch(seconds: Sequence[float], device: torch.device) -> list[float]:
+    """Seconds of kernels; none takes less than the host needs to queue one."""
+    least = _launch_seconds(device)
+    return [max(s, least) if s > _NO_KERNEL_S else s for s in seconds]
+
+
+def _without_entries(seconds: Sequence[float], device: torch.device) -> list[float]:
+    """The forward, and the backwards without entering the autograd engine, but never less than a tenth of them."""
+    forward, *backwards = seconds
+    entry_s = _entry_seconds(device)
+    return [forward, *(max(s - entry_s, 0.1 * s) for s in backwards)]
 
 
 def _instances(
@@ -146,8 +151,8 @@ def _instances(
     return out, 1 if once > _LONG_S else _SWEEPS
 
 
-def _sweeps(instances: Sequence[TimedOp], sweeps: int, watch: Watch, entry_s: float) -> tuple[float, float, int]:
-    """(forward seconds, backward seconds, samples) of one instance. entry_s: of entering the autograd engine once."""
+def _sweeps(instances: Sequence[TimedOp], sweeps: int, watch: Watch) -> tuple[float, float, int]:
+    """(forward seconds, backward seconds, samples) of one instance."""
 
     def forwards() -> None:
         for instance in instances:
@@ -157,8 +162,7 @@ def _sweeps(instances: Sequence[TimedOp], sweeps: int, watch: Watch, entry_s: fl
         for instance in reversed(instances):
             instance.backward()
 
-    spared = len(instances) * entry_s
-    times = [(watch(forwards), watch(backwards, spared)) for _ in range(sweeps)]
+    times = [(watch(forwards), watch(backwards)) for _ in range(sweeps)]
     forward, backward = (median(column) / len(instances) for column in zip(*times))
     return forward, backward, sweeps * len(instances)
 

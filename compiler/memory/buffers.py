@@ -35,7 +35,8 @@ from torch import nn
 
 from ...costmodel.cluster import Cluster
 from ...costmodel.codecs import CODECS
-from ...costmodel.memory import MASTERS, drawn_bytes, held_bytes, parameter_bytes, usable_bytes
+from ...costmodel.measured import MASTERS
+from ...costmodel.memory import drawn_bytes, held_bytes, parameter_bytes, usable_bytes
 from ..cost.pricing import gradient_type
 from ..errors import InfeasibleError
 from ..ir.graph import Graph
@@ -329,5 +330,5 @@ def _bytes(graph: Graph, plan: Plan, stage: Stage, outer: str | None, kind: str)
             made = gradient_type(node.meta["type"], graph.mixed)
             shape = local_shape(made.shape, sharding.optimizer, stage.mesh_shape)
             gradients += prod(shape) * made.dtype.itemsize
-            states += update_bytes(tuple(shape), made.dtype, outer, kind, graph.mixed)[0] if outer else 0
+            states += update_bytes(tuple(shape), made.dtype, outer, kind)[0] if outer else 0
     return gradients, states

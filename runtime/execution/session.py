@@ -399,7 +399,7 @@ class Session:
                     leaf.grad = None
                 self._stepped, self._batches = False, 0
             self._norm = None
-            loss, _ = executor.run(
+            own, _ = executor.run(
                 inputs, step=self.step, first_microbatch=self._batches * self.plan.microbatches,
                 scale=scale * (self.independent_replicas.replicas.count if self.independent_replicas else 1),
                 loss_scale=1.0 if self.loss_scale is None else self.loss_scale.scale,
@@ -408,9 +408,8 @@ class Session:
             with self.trace.span("tied"):
                 self.tied.gather_gradients()
             with self.trace.span("loss"):
-                shared = self._share_loss(loss)
-            value = executor.loss.read(shared) if shared is loss else float(shared)
-            loss = shared
+                loss = self._share_loss(own)
+            value = executor.loss.read(loss) if loss is own else float(loss)
         if not math.isfinite(value):
             self._stepped = True
             self._require_finite([(self.step, loss)])

@@ -333,7 +333,7 @@ class _Profiler:
         return [
             Task(f"optimizer/{name}/{tensors}x{elements}", f"optimizer/{name}", float(tensors * elements),
                  partial(over_ranks.optimizer_probe, name, tensors, elements, self.device))
-            for name in names if name not in known for tensors, elements in sizes[: 3 if self.quick else None]
+            for name in names if name not in known for tensors, elements in (sizes[:-1] if self.quick else sizes)
         ]  # fmt: skip
 
     def _coding_tasks(self, pace: Callable[[], object]) -> list[Task]:

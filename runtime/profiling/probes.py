@@ -377,7 +377,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "SGD+momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-4, momentum=0.9),
 }
 #: (tensors, elements of each)
-OPTIMIZER_SIZES = ((64, 1 << 10), (32, 1 << 14), (16, 1 << 18), (2, 1 << 22))  # (tensors, elements of each)
+OPTIMIZER_SIZES = ((64, 1 << 10), (32, 1 << 14), (16, 1 << 18), (2, 1 << 22))
 _OUT_OF_CACHE_BYTES = 1 << 26
 _CHURNED_MIB = 32  # MiB
 

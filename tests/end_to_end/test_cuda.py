@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from tests.support import custom_backwards, untraceable
-from tests.support.parity import TOLERANCE
+from tests.support.parity import TOLERANCE, trained_eagerly
 from tests.support.special_models import SPECIAL
 from tests.support.zoo import ZOO
 
@@ -73,16 +73,7 @@ def _sgd(leaves: Any) -> torch.optim.Optimizer:
 def _eager(case: tuple[nn.Module, Any, Any]) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights of the plain loop on the device."""
     model, args, kwargs = case
-    whole = copy.deepcopy(model).cuda()
-    optimizer, losses = _sgd(whole.parameters()), []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        out = whole(*args, **kwargs)
-        loss = out if isinstance(out, Tensor) else out.loss
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses, whole.state_dict()
+    return trained_eagerly(copy.deepcopy(model).cuda(), args, kwargs, _sgd, STEPS)
 
 
 def _parallel(case: tuple[nn.Module, Any, Any], **options: Any) -> mw.Parallel:

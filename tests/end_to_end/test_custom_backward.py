@@ -21,6 +21,7 @@ from meshwright.compiler.verification.check_rules import check_node
 from torch import Tensor, nn
 
 from tests.support.custom_backwards import BATCH, Model, Round, batch
+from tests.support.parity import trained_eagerly
 
 STEPS = 4
 
@@ -35,16 +36,9 @@ def test_the_capture_has_the_users_gradients(middle: str) -> None:
 
 
 def single_device(middle: str) -> tuple[list[float], dict[str, Tensor]]:
-    model, inputs = Model(middle), batch()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(*inputs)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses, model.state_dict()
+    return trained_eagerly(
+        Model(middle), batch(), {}, lambda leaves: torch.optim.SGD(leaves, lr=0.05, momentum=0.9), STEPS
+    )
 
 
 def trained(middle: str, strategy: str | None) -> tuple[list[float], dict[str, Tensor]]:

@@ -19,6 +19,7 @@ from meshwright.compiler.rules import rule_for
 from meshwright.compiler.verification.capture_check import check_capture
 from torch import Tensor, nn
 
+from tests.support.parity import trained_eagerly
 from tests.support.untraceable import Model, Placed, batch, longformer, model_of, placed
 
 STEPS = 3
@@ -29,17 +30,7 @@ def opaque_ops(graph: Graph) -> list[Any]:
 
 
 def single_device(middle: str) -> tuple[list[float], dict[str, Tensor]]:
-    model, args, kwargs = model_of(middle)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(*args, **kwargs)
-        loss = loss if isinstance(loss, Tensor) else loss.loss
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses, model.state_dict()
+    return trained_eagerly(*model_of(middle), lambda leaves: torch.optim.SGD(leaves, lr=0.1), STEPS)
 
 
 def trained(middle: str, strategy: str | None, options: dict[str, Any]) -> Any:

@@ -34,6 +34,21 @@ def case(name: str, batch: int = BATCH, **options: Any):
     return model.train(), args, kwargs
 
 
+def trained_eagerly(
+    model: torch.nn.Module, args: Any, kwargs: Any, make: Any, steps: int
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of the plain loop. make: parameters → optimizer."""
+    optimizer, losses = make(model.parameters()), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        out = model(*args, **kwargs)
+        loss = out if isinstance(out, torch.Tensor) else out.loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, model.state_dict()
+
+
 def chunks(value: Any, m: int, i: int) -> Any:
     return value.chunk(m)[i] if isinstance(value, torch.Tensor) else value
 
