@@ -305,7 +305,7 @@ def parallelize(
     if plan is not None and microbatches == plan.microbatches:
         microbatches = None  # it repeats what the plan has decided
     check_multiple(pad_to_multiple_of)
-    request = PlanRequest.of({**locals(), "optimizer": "AdamW"}, executable=True)
+    request = PlanRequest.of({**locals(), "optimizer": "AdamW"}, executable=True, alternatives=False)
     if plan is not None:
         _check_beside_plan(plan, request)
     if data not in ("global", "local"):
@@ -453,9 +453,7 @@ class _RequestedPlan:
 
     def plan_again(self, graph: Graph, cluster: Cluster, plan: Plan) -> Plan:
         """The fastest plan on another cluster, of any strategy."""
-        request = replace(
-            self.request, global_batch=plan.global_batch, optimizer=plan.optimizer, strategy=None, alternatives=False
-        )
+        request = replace(self.request, global_batch=plan.global_batch, optimizer=plan.optimizer, strategy=None)
         return self._search(_Question(graph, cluster, request))
 
     def _search(self, question: _Question, independent: bool = False) -> Plan:

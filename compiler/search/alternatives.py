@@ -14,7 +14,7 @@ from .space import microbatch_counts
 from .state import PurePlan, SearchState
 from .tables import tables_of
 
-__all__ = ["find_alternatives", "pure_strategies", "why_excluded", "why_infeasible", "why_overfull"]
+__all__ = ["find_alternatives", "pure_strategies", "why_excluded", "why_far", "why_infeasible", "why_overfull"]
 
 #: of a tensor-parallel alternative: counting the memory of a ring of attention takes a while for each of its rounds
 MOST_TENSOR_DEVICES = 128
@@ -54,6 +54,11 @@ def why_excluded(search: SearchState, strategy: Strategy) -> str:
         asked = f" in {search.microbatches} parts" if search.microbatches else ""
         return f"no microbatch of global batch {search.global_batch}{asked} falls into {strategy.dp} equal parts"
     return ""
+
+
+def why_far(clock_s: float) -> str:
+    """The reason why the plan of a candidate with this clock is not built."""
+    return f"about {_ms(clock_s)} by its cost tables, too slow to be built"
 
 
 def why_infeasible(search: SearchState) -> str:

@@ -37,7 +37,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, isfinite
 from typing import Any
@@ -57,7 +57,7 @@ from ..plan.validation import notes as asynchronous_notes
 from ..plan.validation import precision_notes
 from ..rules import rule_for
 from ..workers import ForkedTask
-from .alternatives import find_alternatives, pure_strategies, why_excluded, why_infeasible, why_overfull
+from .alternatives import find_alternatives, pure_strategies, why_excluded, why_far, why_infeasible, why_overfull
 from .build_plan import BuiltStages, build_plan, within_memory
 from .infeasible import infeasible_error
 from .irregular import ABOVE_LIMIT, LEAST_GAIN, IrregularSearch
@@ -99,6 +99,8 @@ MAX_MEMORY_RETRIES = 3
 MAX_CORRECTIONS = 8
 #: times that more regular cases are explored, as what was built is slower than its clock or holds too much
 MAX_ROUNDS = 8
+#: pure plans whose clock is more than so many times that of the fastest one are not built
+MAX_PURE_RATIO = 1.5
 
 
 def make_plan(graph: Graph, cluster: Cluster, request: PlanRequest) -> Plan:
@@ -241,11 +243,24 @@ def start_pure_plans(search: SearchState) -> None:
 
 def _pure_plans(search: SearchState) -> dict[str, PurePlan]:
     with search.keeping():
-        return {name: _pure_plan(search, strategy) for name, strategy in pure_strategies(search).items()}
+        explored = {name: _explore_pure(search, strategy) for name, strategy in pure_strategies(search).items()}
+        least_s = min(
+            (one.candidate.clock_s for one in explored.values() if isinstance(one, _ExploredPure)), default=inf
+        )
+        return {name: _build_pure(one, MAX_PURE_RATIO * least_s) for name, one in explored.items()}
 
 
-def _pure_plan(search: SearchState, strategy: Strategy) -> PurePlan:
-    """The plan of one pure strategy that is fastest on the clock, or a leaner one where it does not fit."""
+@dataclass(frozen=True, eq=False)
+class _ExploredPure:
+    """The search for the plan of a pure strategy, and the candidate that is fastest on the clock."""
+
+    search: SearchState
+    regular: RegularSearch
+    candidate: Candidate
+
+
+def _explore_pure(search: SearchState, strategy: Strategy) -> _ExploredPure | PurePlan:
+    """The fastest candidate of a pure strategy, or the reason why there is none."""
     if why := why_excluded(search, strategy):
         return PurePlan(why=why)
     inner = replace(
@@ -264,13 +279,25 @@ def _pure_plan(search: SearchState, strategy: Strategy) -> PurePlan:
         found = regular.explore(inf)
         if inner.cut_short == INTERRUPTED:  # all alternatives are
             raise KeyboardInterrupt
-        if not found:
-            return PurePlan(why=why_infeasible(inner))
+        return _ExploredPure(inner, regular, found[0]) if found else PurePlan(why=why_infeasible(inner))
+    except ValueError as refused:
+        return PurePlan(why=str(refused))
+
+
+def _build_pure(explored: _ExploredPure | PurePlan, most_s: float) -> PurePlan:
+    """The plan of a pure strategy, or of a leaner candidate where the fastest does not fit. One whose clock is above
+    ``most_s`` is not built."""
+    if isinstance(explored, PurePlan):
+        return explored
+    search, regular, fastest = explored.search, explored.regular, explored.candidate
+    if fastest.clock_s > most_s:
+        return PurePlan(why=why_far(fastest.clock_s))
+    try:
         built: BuiltStages = {}
-        plan = build_plan(inner, found[0], built=built)
-        fitting, missed = _fit_memory(inner, plan, found[0], inf, built, retries=0)
-        if fitting is None and missed is not None and (again := regular.solved_again(found[0], missed)):
-            fitting, _ = _fit_memory(inner, build_plan(inner, again[0]), again[0], inf, {}, retries=1)
+        plan = build_plan(search, fastest, built=built)
+        fitting, missed = _fit_memory(search, plan, fastest, inf, built, retries=0)
+        if fitting is None and missed is not None and (again := regular.solved_again(fastest, missed)):
+            fitting, _ = _fit_memory(search, build_plan(search, again[0]), again[0], inf, {}, retries=1)
         if fitting is None and missed is not None:
             return PurePlan(why=why_overfull(plan, missed))
         return PurePlan(fitting)

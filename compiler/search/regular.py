@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heapify, heappop, heappush, nsmallest
+from heapq import heapify, heappop, heappush, heapreplace, nsmallest
 from math import inf, isfinite
 
 import numpy as np
@@ -82,6 +82,17 @@ class _Waiting:
     lifted: bool = field(compare=False, default=False)
 
 
+@dataclass(order=True, frozen=True)
+class _SolvedBound:
+    """The bound on a case that was solved. most_s: the clock of its fastest pipeline, until ``_path_bound`` lifted the
+    bound; None if it cannot."""
+
+    bound_s: float
+    number: int
+    waiting: _Waiting = field(compare=False)
+    most_s: float | None = field(compare=False)
+
+
 class RegularSearch:
     """The regular plans of one search."""
 
@@ -98,15 +109,22 @@ class RegularSearch:
         self._queue: list[_Waiting] | None = None
         self._number = 0
         self._solved: list[_Waiting] = []
-        self._solved_s = inf  # the least bound of the cases that were solved
+        self._solved_bounds: list[_SolvedBound] = []
         self._bounds: dict[tuple[int, int], MeshTable] = {}
         self._able: dict[tuple[int, int], list[int]] = {}  # numbers of groups with which anything fits
         self._least: dict[int, int] = {}  # by mesh a microbatch count below which nothing fits
 
     @property
     def bound_s(self) -> float:
-        """Seconds that no regular plan undercuts."""
-        return min([self._solved_s, *(one.bound_s for one in (self._queue or ())[:1])])
+        """Seconds that no regular plan undercuts. Of the cases that were solved only those are bounded closely whose
+        cheap bounds are below all others."""
+        left_s = min((one.bound_s for one in (self._queue or ())[:1]), default=inf)
+        while self._solved_bounds and (least := self._solved_bounds[0]).bound_s < left_s:
+            if least.most_s is None:
+                return least.bound_s
+            bound_s = max(least.bound_s, self._path_bound(least.waiting, least.most_s))
+            heapreplace(self._solved_bounds, replace(least, bound_s=bound_s, most_s=None))
+        return left_s
 
     @property
     def record(self) -> dict[str, float | None]:
@@ -216,9 +234,9 @@ class RegularSearch:
         ]
         if found:
             bound_s = max(waiting.bound_s, self._true_bound(waiting.m, answer.bound_s))
-            if waiting.case.chunks == 1 < waiting.case.groups and schedule != PIPEDREAM:
-                bound_s = max(bound_s, self._path_bound(waiting, min(one.clock_s for one in found)))
-            self._solved_s = min(self._solved_s, bound_s)
+            has_path = waiting.case.chunks == 1 < waiting.case.groups and schedule != PIPEDREAM
+            most_s = min(one.clock_s for one in found) if has_path else None
+            heappush(self._solved_bounds, _SolvedBound(bound_s, len(self._solved_bounds), waiting, most_s))
         return found
 
     def _path_bound(self, waiting: _Waiting, most_s: float) -> float:

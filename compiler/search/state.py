@@ -49,7 +49,7 @@ INTERRUPTED = "it was interrupted"  # why a search ended early, as ``Search.cut_
 TIMED_OUT = "the time limit passed"
 MANY_READERS = 3  # layers that read a tensor of another one, as decoders read what the encoder made …
 SHARED_SUM_ERROR = 0.01  # … in whose models the clock is so much above the simulation, or more
-SMALL_OPS = 60  # ops of the largest graph that is small
+SMALL_OPS = 30  # ops of the largest graph that is small
 TIE_TOLERANCE = 1e-3  # of a step: plans within this are as good, and the simpler one is taken
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.ir.graph import Graph
-from meshwright.compiler.search.driver import make_plans
+from meshwright.compiler.search.driver import MAX_PURE_RATIO, make_plans
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.compiler.workers import ForkedTask, run_all
 from meshwright.costmodel.cluster import Cluster
@@ -150,8 +150,11 @@ def test_alternatives_are_the_plans_of_pure_strategies_at_their_simulated_second
     graph, cluster = capture(model, (tokens, tokens)), Cluster.parse("p3.16xlarge:1")
     (plan,) = make_plans(graph, cluster, request_of(64))
     said = {one["name"]: one["step_s"] for one in plan.prediction.alternatives}
-    assert {name for name, step_s in said.items() if step_s} >= {"data", "tensor"}
-    for name, text in (("data", "dp8"), ("tensor", "tp8"), ("pipeline", "pp8")):
+    why = {one["name"]: one["why"] for one in plan.prediction.alternatives}
+    assert said["data"]
+    assert "too slow to be built" in why["tensor"]
+    assert _step_s(graph, cluster, None, "tp8") > 0.95 * MAX_PURE_RATIO * said["data"]
+    for name, text in (("data", "dp8"), ("pipeline", "pp8")):
         if said[name]:
             asked = (None, *(m for m in (1, 2, 4, 8, 16, 32, 64) if name != "pipeline" or m >= 8))
             steps = {m: _step_s(graph, cluster, m, text) for m in asked}
