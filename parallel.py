@@ -1,4 +1,9 @@
-"""``Parallel``: a model bound to its plan and to this job's ranks, as ``api.parallelize`` returns it."""
+"""``Parallel``: a model bound to its plan and to this job's ranks, as ``api.parallelize`` returns it.
+
+It is long because it is one object that users hold: every method of it is theirs, and most of them hand on to the
+runtime. Below it are ``Batches`` and ``Outputs``, which capture the model again for batches and evaluations of other
+shapes, and so may not live in the runtime.
+"""
 
 from __future__ import annotations
 

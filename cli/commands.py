@@ -267,7 +267,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         gc.disable()  # what is imported and built stays: looking for garbage in it takes half a second
         from .. import api
         from ..compiler.report.explain import compared, summary_json
-        from ..compiler.workers import usable_cores
+        from ..compiler.workers import most_workers
         from .targets import build_target
 
         cluster = inputs.cluster(arguments.cluster)
@@ -296,7 +296,7 @@ def _plan(arguments: argparse.Namespace) -> None:
             "constraints": arguments.constraint,
             "time_limit_s": arguments.time_limit,
             "progress": progress,
-            "workers": min(usable_cores(), MAX_WORKERS),
+            "workers": min(most_workers(), MAX_WORKERS),
         }
         several = arguments.pareto or arguments.top_k is not None
         if arguments.pareto:

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-__all__ = ["ForkedTask", "run_all", "usable_cores"]
+__all__ = ["ForkedTask", "most_workers", "run_all"]
 
 LOW_PRIORITY = 10  # of ``nice``: a tenth of the share
 
@@ -100,6 +100,6 @@ def run_all(works: Sequence[Callable[[], T]]) -> list[T]:
             other.drop()
 
 
-def usable_cores() -> int:
+def most_workers() -> int:
     """The number of processes that may plan at once: 1 where forks are not available."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") and hasattr(os, "fork") else 1

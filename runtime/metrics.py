@@ -269,13 +269,13 @@ class _Terminal:
 
     def write(self, record: Record) -> None:
         if record["kind"] != "run":
-            print(line_of(record), file=sys.stdout, flush=True)
+            print(log_line(record), file=sys.stdout, flush=True)
 
     def close(self) -> None:
         pass
 
 
-def line_of(record: Record) -> str:
+def log_line(record: Record) -> str:
     """A record as people read it."""
     known = dict(record)
     kind, step = known.pop("kind"), known.pop("step")

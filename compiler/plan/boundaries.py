@@ -24,8 +24,8 @@ __all__ = [
     "BoundaryTransfer",
     "InputUse",
     "differentiable_links",
-    "facts_of",
     "links_of",
+    "metadata_of",
     "places_of",
 ]
 
@@ -62,7 +62,7 @@ class BoundaryTransfer:
         return self.source[0] == self.target[0]
 
 
-def facts_of(program: ChunkProgram, stage: int, chunk: int = 0) -> BoundaryMetadata:
+def metadata_of(program: ChunkProgram, stage: int, chunk: int = 0) -> BoundaryMetadata:
     """Read one chunk's facts off its program."""
     reach: dict[torch.fx.Node, frozenset[int]] = {}
     flows: dict[str, tuple[bool, frozenset[str]]] = {}

@@ -48,9 +48,9 @@ from .split_execution import (
     close,
     distribute,
     example_node,
-    random_operands,
     run_op,
     run_whole,
+    sample_operands,
 )
 
 __all__ = [
@@ -63,8 +63,8 @@ __all__ = [
     "distribute",
     "example_node",
     "missing_splits",
-    "random_operands",
     "report",
+    "sample_operands",
 ]
 
 
@@ -84,7 +84,7 @@ def check_choice(
     """
     choice = labels if isinstance(labels, MeshChoice) else pairs_choice(node, labels, mesh_shape)
     generator = generator or torch.Generator().manual_seed(0)
-    operands = operands or random_operands(node, generator)
+    operands = operands or sample_operands(node, generator)
     whole = run_whole(node, operands, generator)
     inputs, cotangents, rtol = whole.inputs, whole.cotangents, whole.rtol
     mesh_shape = tuple(mesh_shape)
@@ -222,7 +222,7 @@ def missing_splits(node: Node, size: int = 2, seeds: int = 5, max_tries: int = 6
         for seed in range(seeds):
             if seed == len(samples):
                 generator = torch.Generator().manual_seed(seed)
-                samples.append(run_whole(node, random_operands(node, generator), generator))
+                samples.append(run_whole(node, sample_operands(node, generator), generator))
             proven = _naive_outputs(node, placements, size, samples[seed])
             results = proven if results is None else results & proven
             if not results:

@@ -13,7 +13,7 @@ from ..ir.program import ChunkProgram
 from ..ir.spec import Spec
 from ..pipeline.families import generate
 from ..pipeline.schedule import Action, Place, run_order
-from ..plan.boundaries import facts_of, links_of, places_of
+from ..plan.boundaries import links_of, metadata_of, places_of
 from ..plan.cross_mesh import MeshLayout
 from ..plan.lower import lower
 from ..plan.plan import Plan
@@ -75,7 +75,7 @@ def parts_of(plan: Plan, graph: Graph) -> list[PlacedChunk]:
     """Every chunk lowered, in the order of the model. Raises ValueError for labels without a program."""
     places = places_of(plan)
     programs = {place: lower(graph, plan, *place) for place in places}
-    links = links_of(plan, {place: facts_of(program, *place) for place, program in programs.items()})
+    links = links_of(plan, {place: metadata_of(program, *place) for place, program in programs.items()})
     origins: dict[Place, dict[str, int]] = {place: {} for place in places}
     for link in links:
         origins[link.target][link.node] = places.index(link.source)

@@ -28,9 +28,9 @@ __all__ = [
     "distribute",
     "doubled",
     "example_node",
-    "random_operands",
     "run_op",
     "run_whole",
+    "sample_operands",
 ]
 
 
@@ -62,7 +62,7 @@ def example_node(target: Any, *args: Any, **kwargs: Any) -> Node:
     return node
 
 
-def random_operands(node: Node, generator: torch.Generator) -> list[torch.Tensor]:
+def sample_operands(node: Node, generator: torch.Generator) -> list[torch.Tensor]:
     """Operands that the rule makes itself (``example_operands``), or normal floats and integers 0 and 1, by dtype
     and shape."""
     examples = rule_for(node).example_operands(node, generator)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ..execution.session import Session
 from .storage import Box, StoredTensor
-from .training_state import box_of, facts_of, state_tensors
+from .training_state import box_of, checkpoint_tensors, training_facts
 
 __all__ = ["LiveState"]
 
@@ -54,11 +54,11 @@ class LiveState:
     def __init__(self, session: Session) -> None:
         self.step, self.rank, self.moved_bytes = session.step, session.rank, 0
         self._device = session.device if session.device.type == "cuda" else torch.device("cpu")
-        values = dict(state_tensors(session))
+        values = dict(checkpoint_tensors(session))
         self._held = {name: (box_of(value), _local(value)) for name, value in values.items()}
         mine = [(name, tuple(value.shape), value.dtype, self._held[name][0]) for name, value in values.items()]
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (mine, facts_of(session)))
+        dist.all_gather_object(everyone, (mine, training_facts(session)))
         self.facts = {**next((facts for _, facts in everyone if facts["groups"]), everyone[0][1]), "extra": {}}
         self.tensors: dict[str, StoredTensor] = {}
         self._holders: dict[str, dict[Box, list[int]]] = defaultdict(dict)

@@ -47,8 +47,14 @@ from .storage import (
 )
 
 __all__ = [
-    "CheckpointWriter", "StateSource", "box_of", "facts_of", "load_checkpoint", "load_state", "save_checkpoint",
-    "state_tensors",
+    "CheckpointWriter",
+    "StateSource",
+    "box_of",
+    "checkpoint_tensors",
+    "load_checkpoint",
+    "load_state",
+    "save_checkpoint",
+    "training_facts",
 ]  # fmt: skip
 
 PART_TIMEOUT_S = 1800.0  # how long an asynchronous save waits for the part of another rank
@@ -127,7 +133,7 @@ class CheckpointWriter:
                 kept = {
                     name: encode(state_of(value), f"extra.{name}", tensors) for name, value in (extra or {}).items()
                 }
-                facts = {**facts_of(session), "extra": kept}
+                facts = {**training_facts(session), "extra": kept}
                 parts += [_whole(name, value) for name, value in tensors.items()]
                 prepare(self._folder)
                 session.plan.save(partial_folder(self._folder) / "plan.json")
@@ -207,7 +213,7 @@ def _whole(name: str, value: torch.Tensor) -> _Part:
     return name, tuple(value.shape), tuple((0, size) for size in value.shape), value
 
 
-def state_tensors(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
+def checkpoint_tensors(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a session's state that this rank holds, by the names that they have in a checkpoint: DTensors, and
     plain tensors that every rank which has them has whole. Of copies of a weight on several stages the owner's, and
     buffers that state dicts leave out, too."""
@@ -234,7 +240,7 @@ def state_tensors(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
 def _parts(session: Session) -> Iterator[_Part]:
     """The parts that this rank writes."""
     hidden = {f"model.{name}" for name, entry in session.state.info.buffers.items() if not entry.persistent}
-    for full, value in state_tensors(session):
+    for full, value in checkpoint_tensors(session):
         if full not in hidden:
             yield from _mine(full, value)
     for name, value in {**_carried(session), **_random_states(session)}.items():
@@ -301,7 +307,7 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def facts_of(session: Session) -> dict[str, Any]:
+def training_facts(session: Session) -> dict[str, Any]:
     """The values that are no tensors: the step, hyperparameters of the optimizer's groups, and the loss scale."""
     groups = session.optimizer.param_groups if session.optimizer is not None else []
     return {

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ...compiler.ir.program import ChunkProgram
 from ...compiler.pipeline.schedule import Action, Place
-from ...compiler.plan.boundaries import BoundaryMetadata, facts_of, places_of
+from ...compiler.plan.boundaries import BoundaryMetadata, metadata_of, places_of
 from ...compiler.plan.plan import Plan
 
 __all__ = ["boundaries_of", "exchange_boundaries", "find_settled_sends", "programs_of"]
@@ -105,4 +105,4 @@ def programs_of(plan: Plan, programs: Sequence[ChunkProgram], stage: int | None)
 
 def boundaries_of(programs: Sequence[ChunkProgram], stage: int | None) -> list[BoundaryMetadata]:
     """Return the boundary metadata of a rank's programs."""
-    return [facts_of(program, stage or 0, chunk) for chunk, program in enumerate(programs)]
+    return [metadata_of(program, stage or 0, chunk) for chunk, program in enumerate(programs)]

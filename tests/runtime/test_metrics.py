@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from meshwright.models import GPT
 from meshwright.runtime.execution.chunk import BoundChunk
-from meshwright.runtime.metrics import line_of
+from meshwright.runtime.metrics import log_line
 
 BATCH, SEQUENCE, LR = 8, 16, 0.1
 
@@ -138,12 +138,12 @@ def test_a_line_reads_well() -> None:
         "tokens_per_s_per_device": 1024.0, "tflops_per_device": 0.25, "share_of_peak": 0.4, "peak_bytes": 2**30,
         "accuracy": 0.75,
     }  # fmt: skip
-    assert line_of(record) == (
+    assert log_line(record) == (
         "step 1,200 | loss 2.2500 | grad norm 0.5 | lr 1.00e-03 | 2,048 tokens/s (1,024 a device) | "
         "0.25 TFLOPS (40% of peak) | 1 GiB | 500 ms a step, predicted 400 ms | accuracy 0.75"
     )
-    assert line_of({"kind": "evaluation", "step": 3, "loss": 1.0}) == "step 3 | evaluation | loss 1.0000"
-    assert line_of({"kind": "checkpoint", "step": 3, "path": "a/b"}) == "step 3 | checkpoint a/b"
+    assert log_line({"kind": "evaluation", "step": 3, "loss": 1.0}) == "step 3 | evaluation | loss 1.0000"
+    assert log_line({"kind": "checkpoint", "step": 3, "path": "a/b"}) == "step 3 | checkpoint a/b"
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from ..solver.elimination_order import Limits, Recipe, plan_elimination, plan_re
 from ..solver.vectorised_elimination import EliminatedRows, Running, chunk_rows, follow, in_chunks
 from ..solver.vectorised_presolve import TensorEdges, simplify_links
 from .problem import CaseEdge, CaseSection
-from .repeats import merged, merged_below, places_of, repeats_of
+from .repeats import merged, merged_below, moved_places, repeats_of
 
 __all__ = ["TIE", "LayerTables", "LayerTemplate", "Level", "Weights"]
 
@@ -223,7 +223,7 @@ class LayerTemplate:
         of its own."""
 
         def presolved(section: CaseSection, place: np.ndarray | None = None) -> _Presolved:
-            ends = (into, out) if place is None else (places_of(into, place), places_of(out, place))
+            ends = (into, out) if place is None else (moved_places(into, place), moved_places(out, place))
             return _Presolved.of(section, layer, tuple(modes), *ends, possible)
 
         classes = repeats_of(section)

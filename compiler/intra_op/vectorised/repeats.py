@@ -24,7 +24,7 @@ import numpy as np
 from ...rules import MeshChoice
 from .problem import ByMode, CaseEdge, CaseSection, Conversions
 
-__all__ = ["merged", "merged_below", "places_of", "repeats_of"]
+__all__ = ["merged", "merged_below", "moved_places", "repeats_of"]
 
 _LEAST = 8  # ops that are alike
 _ROUNDS = 1
@@ -199,6 +199,6 @@ def _summed(several: Sequence[tuple[Conversions, int]]) -> Conversions:
     return made
 
 
-def places_of(positions: Mapping[int, np.ndarray], place: np.ndarray) -> dict[int, np.ndarray]:
+def moved_places(positions: Mapping[int, np.ndarray], place: np.ndarray) -> dict[int, np.ndarray]:
     """Border positions by operator, with the operators' places."""
     return {int(place[i]): states for i, states in positions.items()}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from meshwright.models import GPT
 from meshwright.runtime.checkpoint import LiveState, load_state
 from meshwright.runtime.checkpoint import live_state as module
-from meshwright.runtime.checkpoint.training_state import box_of, state_tensors
+from meshwright.runtime.checkpoint.training_state import box_of, checkpoint_tensors
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -46,7 +46,7 @@ def trained(strategy: str, steps: int, **options: Any) -> mw.Parallel:
 def whole_state(session: Any) -> dict[str, torch.Tensor]:
     """All tensors of the state, whole, of this rank's stage. Collective."""
     found = {}
-    for name, value in state_tensors(session):
+    for name, value in checkpoint_tensors(session):
         found[name] = value.full_tensor() if isinstance(value, DTensor) else value
     return found
 
@@ -66,11 +66,11 @@ def moved(first: str, second: str, precision: str, round_bytes: int) -> tuple[fl
     one = trained(PLANS[first][0], 2, precision=precision, **PLANS[first][1])
     other = trained(PLANS[second][0], 0, precision=precision, **PLANS[second][1])
     other.train_step(*tokens(7))  # other values, and a state of its optimizer
-    held = {name: (box_of(x), x) for name, x in state_tensors(one.session)}
+    held = {name: (box_of(x), x) for name, x in checkpoint_tensors(one.session)}
     before, live = whole_state(one.session), LiveState(one.session)
     load_state(other.session, live)
     missing = 0
-    for name, value in state_tensors(other.session):
+    for name, value in checkpoint_tensors(other.session):
         want, (has, _) = box_of(value), held.get(name, ((), None))
         size = torch.tensor([stop - start for start, stop in want]).prod().item()
         common = [max(0, min(b, d) - max(a, c)) for (a, b), (c, d) in zip(want, has)] if name in held else [0]

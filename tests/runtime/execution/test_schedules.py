@@ -14,7 +14,7 @@ from meshwright.compiler.ir.program import ChunkProgram, Slot
 from meshwright.compiler.ir.spec import Pair
 from meshwright.compiler.pipeline.families import generate
 from meshwright.compiler.pipeline.schedule import Action
-from meshwright.compiler.plan.boundaries import facts_of, links_of, places_of
+from meshwright.compiler.plan.boundaries import links_of, metadata_of, places_of
 from meshwright.compiler.plan.lower import lower
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.compiler.search.space import Space
@@ -133,7 +133,7 @@ def test_a_wrong_edge_is_seen() -> None:
     first = plan.transfers[0]
     wrong = replace(plan, transfers=(replace(first, target_chunk=1 - first.target_chunk), *plan.transfers[1:]))
     assert any("does not receive" in fault for fault in wrong.check())
-    facts = {(s, c): facts_of(lower(graph, plan, s, c), s, c) for s, c in places_of(plan)}
+    facts = {(s, c): metadata_of(lower(graph, plan, s, c), s, c) for s, c in places_of(plan)}
     assert {link.is_local for link in links_of(plan, facts)} == {True, False}
     with pytest.raises(ValueError, match=r"no transfer of .* to chunk"):
         links_of(wrong, facts)
