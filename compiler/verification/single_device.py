@@ -115,7 +115,14 @@ class SingleDevice:
         queue = iter(given)
         args, kwargs = torch.fx.map_arg((op.args, dict(op.kwargs)), lambda _: next(queue))
         target: Any = torch.ops.aten.reshape.default if op.target is torch.ops.aten.view.default else op.target
-        made[part, name] = distinct(target(*doubled(args, self.dtype), **doubled(kwargs, self.dtype)), given)
+        try:
+            result = target(*doubled(args, self.dtype), **doubled(kwargs, self.dtype))
+        except RuntimeError as error:
+            if self.dtype != torch.float64 or "double" not in str(error).lower():
+                raise
+            why = str(error).partition("\n")[0]
+            raise ValueError(f"{name} does not run in float64 ({why}); check with dtype float32") from error
+        made[part, name] = distinct(result, given)
         return made[part, name]
 
     def _gradients(

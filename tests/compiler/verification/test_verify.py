@@ -94,6 +94,36 @@ def test_single_precision_and_the_default_dtype() -> None:
 # ---- refusals
 
 
+class NoDoubles(nn.Module):
+    """As kernels of other libraries are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mw.opaque(NoDoublesInside())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).square().mean()
+
+
+class NoDoublesInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.float64:
+            raise RuntimeError("expected Float32, got Double\nfrom a kernel")
+        return x * self.weight
+
+
+def test_what_does_not_run_in_float64_is_checked_in_float32() -> None:
+    model, inputs = NoDoubles(), {"example_inputs": (torch.randn(8, 4),)}
+    plan = mw.plan(model, fast_links(2), strategy="dp2", microbatches=2, executable=True, **inputs)
+    with pytest.raises(ValueError, match=r"does not run in float64 \(expected Float32, got Double\); check with dtype"):
+        mw.verify(plan, model, **inputs)
+    assert mw.verify(plan, model, dtype="float32", **inputs).ok
+
+
 def test_what_cannot_be_verified() -> None:
     plan, model, inputs = planned("mlp", 2, strategy="dp2")
     with pytest.raises(ValueError, match="this plan is for another model"):
