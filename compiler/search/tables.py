@@ -120,11 +120,12 @@ class SearchTables(SearchBounds):
         search, p = self.search, len(pipeline.peak_bytes)
         home = [k for k, _ in virtual_order(schedule, p, pipeline.chunks if pipeline.chunks > 1 else None)]
         specs: list[dict[str, Spec]] = [{} for _ in range(p)]
-        for node, layers in self._shared if p > 1 else ():
-            for stage, row, k in zip(pipeline.stages, rows, home):
-                if any(stage.first_layer <= layer < stage.end_layer for layer in layers):
-                    label = row.choices(stage.first_layer, stage.end_layer)[0][node.name]
-                    specs[k][node.meta["source"].name] = parse_pair(label.partition(" ")[0]).value
+        for stage, row, k in zip(pipeline.stages, rows, home) if p > 1 else ():
+            here = range(stage.first_layer, stage.end_layer)
+            if held := [node for node, layers in self._shared if any(layer in here for layer in layers)]:
+                labels, _, _ = row.choices(stage.first_layer, stage.end_layer)
+                for node in held:
+                    specs[k][node.meta["source"].name] = parse_pair(labels[node.name].partition(" ")[0]).value
         holders: dict[int, Holder] = {}
         for stage, row, k in zip(pipeline.stages, rows, home):
             devices = range(stage.device_offset, stage.device_offset + row.submesh.num_devices)
@@ -140,8 +141,8 @@ class SearchTables(SearchBounds):
             return tied_seconds(search.graph, search.cluster, search.optimizer, search.layering.needs_grad, every)
 
         now = tied({})
-        held = [one for one in specs if one] if len({one.mesh_shape for one in holders.values()}) == 1 else []
-        least_s = min([max(now), *(max(tied(one)) for one in held if any(other != one for other in held))])
+        known = [one for one in specs if one] if len({one.mesh_shape for one in holders.values()}) == 1 else []
+        least_s = min([max(now), *(max(tied(one)) for one in known if any(other != one for other in known))])
         return [seconds + told for seconds in now], max(now) - least_s
 
     @cached_property
