@@ -20,8 +20,11 @@ from meshwright.compiler.plan.lower import lower
 from meshwright.compiler.plan.plan import Plan
 from meshwright.compiler.search.parallel_shape import Strategy, parse_strategy
 from meshwright.compiler.search.space import Space, submeshes
+from meshwright.compiler.search.state import StageRow
+from meshwright.compiler.search.tables import SearchTables
 from meshwright.costmodel.cluster import Cluster
 from meshwright.models.architectures import GPT
+from torch import nn
 
 from tests.oracles.scalar_composer import Composer
 from tests.support.planning import make_plan
@@ -285,3 +288,34 @@ def test_tensor_parallelism_of_hundreds_of_devices_is_no_alternative(graphs):
     (tensor,) = (row for row in plan.prediction.alternatives if row["name"] == "tensor")
     assert tensor["step_s"] is None
     assert tensor["why"] == "not looked for: 256 devices would share every op"
+
+
+def test_a_stage_is_asked_for_its_labels_once_for_all_weights_it_shares(monkeypatch):
+    """A model that runs its blocks several times shares every weight of theirs among layers."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+        def forward(self, x):
+            for block in (*self.blocks, *self.blocks):
+                x = block(x).relu()
+            return x.square().mean()
+
+    candidates, asked = [], []
+    candidate, choices = SearchTables.candidate, StageRow.choices
+
+    def counted(self, m, schedule, pipeline, *rest):
+        before = len(asked)
+        found = candidate(self, m, schedule, pipeline, *rest)
+        candidates.append((len(asked) - before, len(pipeline.stages)))
+        return found
+
+    monkeypatch.setattr(SearchTables, "candidate", counted)
+    monkeypatch.setattr(StageRow, "choices", lambda *given: asked.append(given) or choices(*given))
+    with torch.device("meta"):
+        graph = capture(Twice(), (torch.zeros(64, 64),))
+    make_plan(graph, Cluster.parse("p3.16xlarge:1"), 64, alternatives=False)
+    assert any(labels for labels, _ in candidates)
+    assert all(labels <= stages for labels, stages in candidates)
