@@ -83,11 +83,11 @@ class Trial:
         generator = torch.Generator().manual_seed(seed)
         self.call, self.operands = call, list(operands)
         self.cotangents: list[Tensor | None] = []
-        outputs = self._forward(self.operands)[1]
+        leaves, outputs = self._forward(self.operands)
         for x in outputs:
             floating = _is_float(x) and x.requires_grad
             self.cotangents.append(torch.randn(x.shape, generator=generator).to(x) if floating else None)
-        self.outputs, self.gradients = self.run(self.operands, self.cotangents)
+        self.outputs, self.gradients = _results(leaves, outputs, self.cotangents)
         exact = all(x.dtype in (torch.float64, torch.complex128) for x in self.outputs if _is_float(x))
         self.rtol = rtol if exact else 1e-4
         largest = max((float(g.abs().max()) for g in self.gradients if g is not None and g.numel()), default=0.0)
@@ -102,14 +102,7 @@ class Trial:
         self, operands: Sequence[Tensor], cotangents: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """The outputs, and the gradient of each operand."""
-        leaves, outputs = self._forward(operands)
-        tracked = [(y, g) for y, g in zip(outputs, cotangents, strict=True) if g is not None]
-        wanted = [x for x in leaves if x.requires_grad]
-        grads: Iterator[Tensor | None] = iter(())
-        if tracked and wanted:
-            ys, gs = [y for y, _ in tracked], [g for _, g in tracked]
-            grads = iter(torch.autograd.grad(ys, wanted, gs, allow_unused=True))
-        return [y.detach() for y in outputs], [next(grads, None) if x.requires_grad else None for x in leaves]
+        return _results(*self._forward(operands), cotangents)
 
     def following_cuts(self) -> list[tuple[Placement, ...]]:
         """For each dim of an output, the cut of every operand along the dim that the output's follows, if any does."""
@@ -227,6 +220,19 @@ def _is_float(x: Tensor) -> bool:
 def _is_zero(x: Tensor, noise: float) -> bool:
     """True if nothing in the tensor is larger than this."""
     return _is_float(x) and (not x.numel() or float(x.abs().max()) <= noise)
+
+
+def _results(
+    leaves: Sequence[Tensor], outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """These outputs, and the gradient of each leaf."""
+    tracked = [(y, g) for y, g in zip(outputs, cotangents, strict=True) if g is not None]
+    wanted = [x for x in leaves if x.requires_grad]
+    grads: Iterator[Tensor | None] = iter(())
+    if tracked and wanted:
+        ys, gs = [y for y, _ in tracked], [g for _, g in tracked]
+        grads = iter(torch.autograd.grad(ys, wanted, gs, allow_unused=True))
+    return [y.detach() for y in outputs], [next(grads, None) if x.requires_grad else None for x in leaves]
 
 
 def random_operands(shapes: Sequence[tuple[int, ...]], kinds: Sequence[TensorType], draw: Draw) -> list[Tensor]:
