@@ -120,7 +120,7 @@ class RegularSearch:
         cheap bounds are below all others."""
         left_s = min((one.bound_s for one in (self._queue or ())[:1]), default=inf)
         while self._solved_bounds and (least := self._solved_bounds[0]).bound_s < left_s:
-            if least.most_s is None:
+            if least.most_s is None or self.search.cut_short:
                 return least.bound_s
             bound_s = max(least.bound_s, self._path_bound(least.waiting, least.most_s))
             heapreplace(self._solved_bounds, replace(least, bound_s=bound_s, most_s=None))
