@@ -391,7 +391,8 @@ def _build_plans(
             slower = plan.prediction.step_s >= limit_s * (1 + TIE_TOLERANCE)
             if slower or any(same_decisions(plan, other) for other in plans):
                 continue
-            fitting, missed = _fit_memory(search, plan, candidate, limit_s, built)
+            retries = MAX_MEMORY_RETRIES if time.perf_counter() < search.deadline else 0
+            fitting, missed = _fit_memory(search, plan, candidate, limit_s, built, retries)
             if fitting is not None and not any(same_decisions(fitting, other) for other in plans):
                 plans = sorted([*plans, fitting], key=lambda plan: plan.prediction.step_s)
             if missed is None:
