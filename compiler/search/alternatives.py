@@ -27,7 +27,7 @@ def pure_strategies(search: SearchState) -> dict[str, Strategy]:
 
 
 def find_alternatives(plan: Plan, pure: Mapping[str, PurePlan]) -> list[dict[str, Any]]:
-    """The plan of each pure kind: name, step_s (None if infeasible) and why it lost."""
+    """The plan of each pure kind: name, step_s (None if it is infeasible or was not built) and why it lost."""
     return [
         {"name": name, "step_s": None, "why": alternative.why}
         if alternative.plan is None

@@ -442,7 +442,7 @@ def _fit_memory(
     candidate: Candidate,
     limit_s: float,
     built: BuiltStages,
-    retries: int = MAX_MEMORY_RETRIES,
+    retries: int,
 ) -> tuple[Plan | None, OverfullError | None]:
     """(the plan of a candidate with its counted memory; the error of the first attempt, if that holds too much).
 

@@ -47,14 +47,8 @@ from .storage import (
 )
 
 __all__ = [
-    "CheckpointWriter",
-    "StateSource",
-    "box_of",
-    "checkpoint_tensors",
-    "load_checkpoint",
-    "load_state",
-    "save_checkpoint",
-    "training_facts",
+    "CheckpointWriter", "StateSource", "box_of", "checkpoint_tensors", "load_checkpoint", "load_state",
+    "save_checkpoint", "training_facts",
 ]  # fmt: skip
 
 PART_TIMEOUT_S = 1800.0  # how long an asynchronous save waits for the part of another rank

@@ -24,6 +24,7 @@ from meshwright.compiler.rules import mesh_choices
 from meshwright.compiler.rules.prune import Pruner
 
 from tests.support.clusters import fast_links
+from tests.support.parity import trained_eagerly
 from tests.support.zoo import ZOO
 
 BATCH, STEPS = 4, 2
@@ -121,16 +122,7 @@ def one_device(name: str | Maker, options: Options) -> tuple[Graph, Plan, list[f
         optimizer="SGD",
         executable=True,
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        out = model(*args, **kwargs)
-        loss = out if isinstance(out, torch.Tensor) else out.loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return graph, plan, losses, model.state_dict()
+    return graph, plan, *trained_eagerly(model, args, kwargs, lambda ps: torch.optim.SGD(ps, lr=0.1), STEPS)
 
 
 def equals_one_device(

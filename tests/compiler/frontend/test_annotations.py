@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import meshwright as mw
@@ -9,6 +10,8 @@ import pytest
 import torch
 from meshwright.compiler.ir.spec import parse_pair
 from torch import Tensor, nn
+
+from tests.support.parity import trained_eagerly
 
 WIDTH = 64
 
@@ -109,14 +112,8 @@ def trained(schedule: str) -> list[float]:
 
 @pytest.mark.ranks
 def test_an_annotated_model_trains_like_on_one_device(ranks: Any) -> None:
-    model, expected = Network([0, 0, 1, 1]), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        loss = model(*batch())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        expected.append(float(loss.detach()))
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    expected, _ = trained_eagerly(Network([0, 0, 1, 1]), batch(), {}, sgd, 3)
     for losses in ranks.run(4, trained, "1f1b"):
         assert losses == pytest.approx(expected, rel=1e-4)
 
