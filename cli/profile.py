@@ -177,7 +177,7 @@ def _device(device: Device) -> list[str]:
     rates: list[Sequence[str]] = [("optimizer", "µs per tensor", "GB/s", "error", "samples")]
     for rate in device.optimizers:
         speed = f"{1e-9 / rate.beta_s_per_byte:.3g}" if rate.beta_s_per_byte else "-"
-        rates.append((rate.name, f"{rate.alpha_s * 1e6:.2f}", speed, f"{rate.residual:.1%}", str(rate.samples)))
+        rates.append((rate.label, f"{rate.alpha_s * 1e6:.2f}", speed, f"{rate.residual:.1%}", str(rate.samples)))
     if device.optimizers:
         lines += ["", *_columns(rates)]
     if device.codings:

@@ -484,7 +484,7 @@ def _both(a: Device, b: Device) -> Device:
         curves=_union(a.curves, b.curves, lambda curve: (curve.kind, curve.dtype, curve.direction)),
         surfaces=_union(a.surfaces, b.surfaces, lambda surface: (surface.kind, surface.dtype, surface.direction)),
         op_times=_union(a.op_times, b.op_times, lambda time: time.signature),
-        optimizers=_union(a.optimizers, b.optimizers, lambda rate: rate.name),
+        optimizers=_union(a.optimizers, b.optimizers, lambda rate: rate.label),
         codings=_union(a.codings, b.codings, lambda rate: rate.name),
     )
 

@@ -67,7 +67,7 @@ _DEVICE = record(
         "kind": choice("cuda", "cpu"), "efficiency": _pairs(text, limited(1.0, open=True)),
         **dict.fromkeys(("view_s", "overlap", "action_s", "post_s", "post_s_per_byte"), _real),
         "curves": listed(_CURVE), "surfaces": listed(_SURFACE), "op_times": listed(_OP_TIME),
-        "optimizers": listed(record({**_RATE, "beta_s_per_byte": _real})),
+        "optimizers": listed(record({**_RATE, "beta_s_per_byte": _real}, {"dtype": _dtype})),
         "codings": listed(record({**_RATE, "beta_s_per_element": _real})),
     },
 )  # fmt: skip

@@ -123,10 +123,11 @@ def _device_changes(a: Device, b: Device) -> Iterable[Change]:
         if other := b.op_time(time.signature):
             yield Change("ops", f"{time.signature} forward", time.forward_s, other.forward_s)
             yield Change("ops", f"{time.signature} backward", time.backward_s, other.backward_s)
+    rates = {rate.label: rate for rate in b.optimizers}
     for optimizer in a.optimizers:
-        if later := b.optimizer_rate(optimizer.name):
+        if later := rates.get(optimizer.label):
             old_s, new_s = (rate.alpha_s + 4e6 * rate.beta_s_per_byte for rate in (optimizer, later))
-            yield Change("optimizers", f"{optimizer.name}, a tensor of 4 MB", old_s, new_s)
+            yield Change("optimizers", f"{optimizer.label}, a tensor of 4 MB", old_s, new_s)
     for coding in a.codings:
         if recent := b.coding_rate(coding.name):
             old_s, new_s = (rate.alpha_s + 1e6 * rate.beta_s_per_element for rate in (coding, recent))
@@ -171,6 +172,6 @@ def _names(cluster: Cluster) -> set[str]:
     for name, device in _devices(cluster).items():
         names |= {f"{name}: {curve}" for curve in _curve_prices(device)}
         names |= {f"{name}: {time.signature}" for time in device.op_times}
-        names |= {f"{name}: {rate.name}" for rate in device.optimizers}
+        names |= {f"{name}: {rate.label}" for rate in device.optimizers}
         names |= {f"{name}: code {rate.name}" for rate in device.codings}
     return names

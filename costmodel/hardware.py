@@ -98,10 +98,12 @@ class Device(HashedOnce):
         """The measured time of the op with this exact signature (``compiler.cost.signature``), if there is one."""
         return self._op_times.get(signature)
 
-    def optimizer_rate(self, name: str) -> OptimizerRate | None:
-        """The measured rate of the optimizer with this name ("AdamW", "SGD", "SGD+momentum", …), if there is one."""
-        name = name.removesuffix(MASTERS)  # it updates more bytes, at the same rate
-        return next((rate for rate in self.optimizers if rate.name == name), None)
+    def optimizer_rate(self, name: str, updated_itemsize: int = 4) -> OptimizerRate | None:
+        """The measured rate of the optimizer with this name ("AdamW", "SGD", "SGD+momentum", …), if there is one: that
+        of updated tensors (weights or their masters) of 16 bits if they are such and it was measured, else of fp32."""
+        found = {rate.dtype: rate for rate in self.optimizers if rate.name == name.removesuffix(MASTERS)}
+        half = found.get("bfloat16") or found.get("float16")
+        return (half if updated_itemsize == 2 else None) or found.get("float32") or half
 
     def coding_rate(self, name: str) -> CodingRate | None:
         """The measured rate of the code with this name (``codecs.CODECS``), if there is one."""

@@ -60,16 +60,23 @@ class OpTime:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRate:
-    """One step of a torch optimizer: ``alpha_s`` per parameter tensor and ``beta_s_per_byte`` per parameter byte."""
+    """One step of a torch optimizer over parameters of ``dtype``: ``alpha_s`` per tensor and ``beta_s_per_byte`` per
+    byte of them."""
 
     name: str
     alpha_s: float
     beta_s_per_byte: float
     residual: float
     samples: int
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        _not_negative(f"optimizer {self.name}", alpha_s=self.alpha_s, beta_s_per_byte=self.beta_s_per_byte)
+        _not_negative(f"optimizer {self.label}", alpha_s=self.alpha_s, beta_s_per_byte=self.beta_s_per_byte)
+
+    @property
+    def label(self) -> str:
+        """Name and dtype, as tables name it."""
+        return self.name if self.dtype == "float32" else f"{self.name}, {self.dtype}"
 
 
 @dataclass(frozen=True, slots=True)

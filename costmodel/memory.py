@@ -39,7 +39,8 @@ from .measured import MASTERS
 
 __all__ = [
     "FRAMEWORK_BYTES", "OPTIMIZER_STATE", "ParameterBytes", "drawn_bytes", "held_bytes",
-    "parameter_bytes", "state_bytes", "state_tensors", "updated_bytes", "usable_bytes",
+    "parameter_bytes", "state_bytes", "state_tensors", "updated_bytes", "updated_itemsize",
+    "usable_bytes",
 ]  # fmt: skip
 
 
@@ -118,6 +119,11 @@ def parameter_bytes(
         return ParameterBytes(weight, gradient, round(count * weight), assumed)
     master = numel * 4 if dtype.itemsize < 4 else 0
     return ParameterBytes(weight, gradient, round(count * numel * max(4, dtype.itemsize)) + master, assumed)
+
+
+def updated_itemsize(dtype: torch.dtype, optimizer: str, mixed: bool) -> int:
+    """Bytes of an element of the tensor that the optimizer updates: the weight of ``dtype``, or its fp32 master."""
+    return 4 if dtype.itemsize == 2 and (mixed or optimizer.endswith(MASTERS)) else dtype.itemsize
 
 
 def updated_bytes(bill: Mapping[str, float], optimizer: str, mixed: bool) -> float:

@@ -7,7 +7,8 @@ pointwise op severalfold. What entering the autograd engine costs (``ENTRY``) is
 enters it once per stage and microbatch, not once per op.
 
 On a CUDA device an op takes what its kernels take: the host is ahead of a step that is worth planning. What it takes to
-queue one kernel (``fact/launch``) is the least of an op that has any.
+queue one kernel (``fact/launch``) is the least of an op that has any. Kernels are timed amid work as dense as a step's:
+a device at its limit of power lowers its clock, which one that was idle does not.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import cycle
+from math import ceil
 from statistics import median
 from time import perf_counter, thread_time
 from typing import Any, Protocol
@@ -38,7 +40,9 @@ __all__ = [
 OUT_OF_CACHE_BYTES = 1 << 26
 _MOST_INSTANCES, _SWEEPS = 64, 3
 _LONG_S = 0.02  # a sweep takes no more instances than fill about this long
-_PAUSE_CYCLES = 4_000_000  # some 2 ms
+_LOAD = 8192  # rows and columns of a load's matrices
+_LOAD_PASSES = 3.0  # the time of its passes over memory by that of its products: then clocks are as in real steps
+_LOAD_S = (0.03, 0.1)  # the least and the most of a load; a clock follows the power of some 60 ms
 _NO_KERNEL_S = 1e-6  # on a CUDA device less than that is no kernel
 _STREAM = 1 << 23  # elements; two such operands are twice a common last-level cache, and no page is new
 
@@ -60,12 +64,54 @@ Make = Callable[[torch.device], TimedOp]
 Watch = Callable[[Callable[[], object]], float]
 
 
+class _Load:
+    """Work like a training step's on a CUDA device: a large product of random matrices, then passes over memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        dtype = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+        self.device, self._ended = device, 0.0
+        self._left, self._right, self._out = torch.randn(3, _LOAD, _LOAD, dtype=dtype, device=device).unbind(0)
+        self._multiply()  # lazy initialisation
+        product_s, pass_s = self._seconds(self._multiply), self._seconds(self._pass)
+        self._passes = max(1, round(_LOAD_PASSES * product_s / pass_s))
+        self._unit_s = product_s + self._passes * pass_s
+
+    def queue(self) -> None:
+        """Start enough of it to fill what the device was idle for twice over."""
+        least, most = _LOAD_S
+        wanted_s = min(max(2 * (perf_counter() - self._ended), least), most)
+        for _ in range(ceil(wanted_s / self._unit_s)):
+            self._multiply()
+            for _ in range(self._passes):
+                self._pass()
+
+    def wait(self) -> None:
+        """Until the device has nothing to do."""
+        torch.cuda.synchronize(self.device)
+        self._ended = perf_counter()
+
+    def _multiply(self) -> None:
+        torch.mm(self._left, self._right, out=self._out)
+
+    def _pass(self) -> None:
+        self._out.mul_(1.0)
+
+    def _seconds(self, call: Callable[[], object]) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(3):
+            call()
+        end.record()
+        self.wait()
+        return start.elapsed_time(end) / 3e3
+
+
 def stopwatch(device: torch.device, host: bool = True) -> Watch:
     """Seconds of a call on ``device``.
 
-    On a stream by events, behind a pause in which the host queues the call, so that the device does not wait for it.
-    host: what the host takes to queue it counts where it is more. On a CPU by the time that the thread had a core, so
-    that other processes do not count, or by the clock where the call has several threads."""
+    On a CUDA device by events, behind a load during which the host queues the call, so that the device does not wait
+    for it. host: what the host takes to queue it counts where it is more. On a CPU by the time that the thread had a
+    core, so that other processes do not count, or by the clock where the call has several threads."""
     if device.type != "cuda":
         now = thread_time if torch.get_num_threads() == 1 else perf_counter
 
@@ -76,16 +122,17 @@ def stopwatch(device: torch.device, host: bool = True) -> Watch:
 
         return clock
 
+    load = _Load(device)
+
     def events(call: Callable[[], object]) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize(device)
-        torch.cuda._sleep(_PAUSE_CYCLES)
+        load.queue()
         start.record()
         began = perf_counter()
         call()
         queued = perf_counter() - began
         end.record()
-        torch.cuda.synchronize(device)
+        load.wait()
         worked = start.elapsed_time(end) / 1e3
         return max(worked, queued) if host else worked
 

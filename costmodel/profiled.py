@@ -2,7 +2,8 @@
 
 Keys of the state::
 
-    fact/… , op/… , optimizer/… , probe/<signature>     what one rank does alone      (``op_grid``, ``fact/overlap``)
+    fact/… , op/… , probe/<signature>                   what one rank does alone      (``op_grid``, ``fact/overlap``)
+    optimizer/<name>:<dtype>/<tensors>x<elements>       also alone; no dtype: float32
     coding/<code>/<elements>                            also alone: to encode and decode
     wire/<kind>/<size>/<members>/<groups>/<bytes>       what groups do together  (``measured.CollectiveMeasurement``)
          a kind may be "all_reduce:<algorithm>", where it is not the backend's
@@ -13,8 +14,11 @@ ratio (``slowdown``), as ``Cluster.local`` does. Collectives are measured with a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from .fitting import fit_coding, fit_optimizer, fit_wire, two_rates
 from .hardware import Device, Link, link_of
@@ -116,11 +120,11 @@ def extended_device(device: Device, state: ProfileState, slowdown: float) -> Dev
     """The device with the exact ops, optimizers and codes that the state has besides; a new op time replaces an old."""
     ops, rates, codings = op_times_of(state, slowdown), _optimizers(state, slowdown), _codings(state, slowdown)
     fresh = {time.signature for time in ops}
-    known = {rate.name for rate in device.optimizers} | {coding.name for coding in device.codings}
+    known = {rate.label for rate in device.optimizers} | {coding.name for coding in device.codings}
     return replace(
         device,
         op_times=tuple(time for time in device.op_times if time.signature not in fresh) + ops,
-        optimizers=device.optimizers + tuple(rate for rate in rates if rate.name not in known),
+        optimizers=device.optimizers + tuple(rate for rate in rates if rate.label not in known),
         codings=device.codings + tuple(rate for rate in codings if rate.name not in known),
     )
 
@@ -146,16 +150,23 @@ def op_times_of(state: ProfileState, slowdown: float) -> tuple[OpTime, ...]:
 
 
 def _optimizers(state: ProfileState, slowdown: float) -> tuple[OptimizerRate, ...]:
-    """optimizer/<name>/<tensors>x<elements>, fp32."""
-    rows: dict[str, list[tuple[float, float, float]]] = {}
-    samples: dict[str, int] = {}
+    """The rate of each optimizer and dtype that was measured at two sizes or more."""
+    rows: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
+    samples: Counter[tuple[str, str]] = Counter()
     for key, record in state.records.items():
         if key.startswith("optimizer/") and record.visits:
-            _, name, size = key.split("/")
+            _, text, size = key.split("/")
+            name, _, dtype = text.partition(":")
             tensors, elements = (float(text) for text in size.split("x"))
-            rows.setdefault(name, []).append((tensors, 4 * tensors * elements, record.medians()[0] * slowdown))
-            samples[name] = samples.get(name, 0) + record.samples
-    return tuple(fit_optimizer(name, found, samples[name]) for name, found in rows.items() if len(found) > 1)
+            which = name, dtype or "float32"
+            nbytes = getattr(torch, which[1]).itemsize * tensors * elements
+            rows.setdefault(which, []).append((tensors, nbytes, record.medians()[0] * slowdown))
+            samples[which] += record.samples
+    return tuple(
+        replace(fit_optimizer(name, found, samples[name, dtype]), dtype=dtype)
+        for (name, dtype), found in rows.items()
+        if len(found) > 1
+    )
 
 
 def _codings(state: ProfileState, slowdown: float) -> tuple[CodingRate, ...]:

@@ -175,7 +175,7 @@ def sharding_seconds(
     axes = sharding.scattered_axes
     update = 0.0
     if trainable:
-        update = pricer.optimizer_seconds(pricer.parameter_memory(kind, sharding.optimizer, True))
+        update = pricer.optimizer_seconds(kind, pricer.parameter_memory(kind, sharding.optimizer, True))
     if axes and sharding.gather == "microbatch":
         forward, backward, reduce = _shares(pricer, kind, sharding, uses)
         return ShardingPrice(reduce if trainable else 0.0, forward, backward, update_s=update)

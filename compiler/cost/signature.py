@@ -42,7 +42,7 @@ _SHORT = {
     torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b1",
 }  # fmt: skip
 _SILENT = ("device", "layout", "pin_memory", "op_index", "cuts")  # arguments that do not change the work
-_TILE = 4096  # random values that a float operand repeats
+_TILE = 65_537  # random values that a float operand repeats; a prime, so that no two rows of a matrix are equal
 
 
 # ---- the text
@@ -203,11 +203,10 @@ def _probe(text: str, node: Node, choice: MeshChoice, mesh_shape: Sequence[int],
         call = (lambda: target(*placed, **named)) if plain else bound
 
         def cotangent(k: int, y: Tensor) -> Tensor | None:
-            if layout is None:
-                return torch.ones_like(y, memory_format=torch.contiguous_format, requires_grad=False)
-            if not layout.flows[k]:
+            if layout is not None and not layout.flows[k]:
                 return None
-            return copy_with_layout(torch.ones(y.shape, dtype=y.dtype, device=y.device), layout.cotangents[k])
+            whole = _filled(TensorType(tuple(y.shape), y.dtype), torch.Generator().manual_seed(k), y.device)
+            return whole if layout is None else copy_with_layout(whole, layout.cotangents[k])
 
         return OpInstance(call, tensors, cotangent)
 
@@ -239,7 +238,7 @@ class _Operands:
         generator = torch.Generator().manual_seed(0)
         tensors = rule_for(self.node).example_operands(self.node, generator)
         if tensors is None:
-            tensors = [_filled(kind, generator) for kind in self.kinds]
+            tensors = [_filled(kind, generator, device) for kind in self.kinds]
         tensors = [self._spread(x, generator).to(device) for x in tensors]
         tensors = [copy_with_layout(x, lie) if lie else x.contiguous() for x, lie in zip(tensors, lies)]
         self.alive = [weakref.ref(x) for x in tensors]
@@ -255,13 +254,13 @@ class _Operands:
         if "vocab_axes" in self.blocks:
             float_kind = next(kind for kind in self.kinds if kind.is_float)
             rows = float_kind.shape[0] if ".embedding" in op_name(self.node) else float_kind.shape[-1]
-        return x.clamp(min=0) + rows * torch.randint(0, count, x.shape, generator=generator).to(x.dtype)
+        return x.clamp(min=0) + rows * torch.randint(0, count, x.shape, generator=generator).to(x.device, x.dtype)
 
 
-def _filled(kind: TensorType, generator: torch.Generator) -> Tensor:
-    """Normal values, repeated; zeros and ones for integers."""
+def _filled(kind: TensorType, generator: torch.Generator, device: torch.device) -> Tensor:
+    """Normal values, repeated; zeros and ones for integers. Equal values would draw less power than real ones."""
     numel = max(1, kind.numel)
     tile = torch.randn(min(numel, _TILE), generator=generator)
     if not kind.is_float:
         tile = (tile > 0).to(torch.int64)
-    return tile.to(kind.dtype).repeat(-(-numel // tile.numel()))[: kind.numel].reshape(kind.shape)
+    return tile.to(device, kind.dtype).repeat(-(-numel // tile.numel()))[: kind.numel].reshape(kind.shape)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from time import perf_counter, thread_time
 from typing import Any
@@ -326,15 +326,21 @@ class _Profiler:
         return Task(f"{series}/{nbytes}", series, float(nbytes), partial(ranks.wire, kind, form, nbytes), width)
 
     def _optimizer_tasks(self) -> list[Task]:
-        known = {rate.name for rate in self.base.device(0).optimizers} if self.base is not None else set()
+        known = {rate.label for rate in self.base.device(0).optimizers} if self.base is not None else set()
         names = ("AdamW",) if self.quick else tuple(over_ranks.OPTIMIZERS)
+        dtypes = (torch.float32,) if self.quick else (torch.float32, torch.bfloat16)
         grown = 16 if self.device.type == "cuda" else 1  # the host takes longer to ask for the small ones than they do
         sizes = [(tensors, grown * elements) for tensors, elements in over_ranks.OPTIMIZER_SIZES]
-        return [
-            Task(f"optimizer/{name}/{tensors}x{elements}", f"optimizer/{name}", float(tensors * elements),
-                 partial(over_ranks.optimizer_probe, name, tensors, elements, self.device))
-            for name in names if name not in known for tensors, elements in (sizes[:-1] if self.quick else sizes)
-        ]  # fmt: skip
+        tasks = []
+        for name, dtype in product(names, dtypes):
+            suffix = "" if dtype == torch.float32 else f":{str(dtype).removeprefix('torch.')}"
+            if f"{name}{suffix.replace(':', ', ')}" in known:
+                continue
+            for tensors, elements in sizes[:-1] if self.quick else sizes:
+                make = partial(over_ranks.optimizer_probe, name, dtype, tensors, elements, self.device)
+                series = f"optimizer/{name}{suffix}"
+                tasks.append(Task(f"{series}/{tensors}x{elements}", series, float(tensors * elements), make))
+        return tasks
 
     def _coding_tasks(self, pace: Callable[[], object]) -> list[Task]:
         known = {rate.name for rate in self.base.device(0).codings} if self.base is not None else set()

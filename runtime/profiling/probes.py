@@ -382,8 +382,10 @@ _OUT_OF_CACHE_BYTES = 1 << 26
 _CHURNED_MIB = 32  # MiB
 
 
-def optimizer_probe(name: str, tensors: int, elements: int, device: torch.device) -> Callable[[], Visit]:
-    """A call that measures a step of one of ``OPTIMIZERS`` over ``tensors`` fp32 parameters of ``elements`` each.
+def optimizer_probe(
+    name: str, dtype: torch.dtype, tensors: int, elements: int, device: torch.device
+) -> Callable[[], Visit]:
+    """A call that measures a step of one of ``OPTIMIZERS`` over ``tensors`` parameters of ``elements`` each.
 
     Several sets of parameters take turns, so that none is in the cache when its turn comes, and before each round as
     much memory is taken and given back as activations do: the temporaries of an update then lie on fresh pages.
@@ -392,7 +394,7 @@ def optimizer_probe(name: str, tensors: int, elements: int, device: torch.device
     watch = stopwatch(device, host=False)
     sets = []
     for _ in range(count):
-        parameters = [nn.Parameter(torch.ones(elements, device=device)) for _ in range(tensors)]
+        parameters = [nn.Parameter(torch.ones(elements, dtype=dtype, device=device)) for _ in range(tensors)]
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         sets.append(OPTIMIZERS[name](parameters))

@@ -26,7 +26,7 @@ from torch.fx import Node
 from ....costmodel.algorithms import IN_PLACE
 from ....costmodel.compute import TWO_SIDED, measured_backward, op_price_many
 from ....costmodel.hardware import Device
-from ....costmodel.memory import parameter_bytes, updated_bytes
+from ....costmodel.memory import parameter_bytes, updated_bytes, updated_itemsize
 from ...cost.gradient_communication import cheapest_offers
 from ...cost.pricing import PricingContext, gradient_routes, gradient_type, pricing_context
 from ...cost.signature import signature, sum_signature
@@ -336,10 +336,11 @@ class CasePricer:
         """[num, …] seconds to update ``elements`` of a trained parameter on each device."""
         parameter, gradient, state = self.parameter_rates(kind, True)
         bill = {"parameters": parameter, "gradients": gradient, "optimizer": state}
-        updated = updated_bytes(bill, self.cases.optimizer, self.cases.graph.mixed)
+        optimizer, mixed = self.cases.optimizer, self.cases.graph.mixed
+        updated, itemsize = updated_bytes(bill, optimizer, mixed), updated_itemsize(kind.dtype, optimizer, mixed)
         seconds = np.zeros_like(elements)
         for device, rows in self.devices:
-            rate = device.optimizer_rate(self.cases.optimizer)
+            rate = device.optimizer_rate(optimizer, itemsize)
             if rate is not None:
                 own = rate.alpha_s + rate.beta_s_per_byte * updated * elements[rows]
             else:
