@@ -123,9 +123,9 @@ def _device_changes(a: Device, b: Device) -> Iterable[Change]:
         if other := b.op_time(time.signature):
             yield Change("ops", f"{time.signature} forward", time.forward_s, other.forward_s)
             yield Change("ops", f"{time.signature} backward", time.backward_s, other.backward_s)
-    rates = {rate.label: rate for rate in b.optimizers}
+    updates = {rate.label: rate for rate in b.optimizers}
     for optimizer in a.optimizers:
-        if later := rates.get(optimizer.label):
+        if later := updates.get(optimizer.label):
             old_s, new_s = (rate.alpha_s + 4e6 * rate.beta_s_per_byte for rate in (optimizer, later))
             yield Change("optimizers", f"{optimizer.label}, a tensor of 4 MB", old_s, new_s)
     for coding in a.codings:

@@ -37,9 +37,10 @@ CURVE = Curve("matmul", "float32", "flops", ((1e3, 1e-6), (1e9, 1e-2)))
 SURFACE = Surface("matmul", "float32", (64.0, 256.0), (64.0,), (64.0, 128.0), (1e-5, 2e-5, 4e-5, 8e-5), "backward")
 OP = OpTime("aten.linear.default(f32[512,256]*, f32[1024,256]^)", 1e-3, 1.1e-3, 0.9e-3, 12)
 RATE = OptimizerRate("AdamW", 2e-6, 1.5e-10, 0.02, 8)
+HALF = OptimizerRate("AdamW", 2e-6, 2.5e-10, 0.02, 8, "bfloat16")
 MEASURED = replace(
     with_device(
-        CPU, curves=(CURVE,), surfaces=(SURFACE,), op_times=(OP,), optimizers=(RATE,), overlap=0.25, action_s=3e-5
+        CPU, curves=(CURVE,), surfaces=(SURFACE,), op_times=(OP,), optimizers=(RATE, HALF), overlap=0.25, action_s=3e-5
     ),
     wires=(wire(), wire("send", 2)),
     provenance=(("processor", "a processor"), ("torch", torch.__version__), ("date", "2026-01-01")),
@@ -55,7 +56,7 @@ def test_measurements_survive_the_file(tmp_path):
     assert loaded == MEASURED
     assert hash(loaded) == hash(MEASURED)
     assert loaded.device(7).op_time(OP.signature) == OP
-    assert "measured: 2 collectives, 2 op curves, 1 exact ops, 1 optimizers (a processor, torch " in loaded.text()
+    assert "measured: 2 collectives, 2 op curves, 1 exact ops, 2 optimizers (a processor, torch " in loaded.text()
     assert "measured" not in CPU.text()
 
 
@@ -163,7 +164,7 @@ def test_merge_keeps_both_and_prefers_the_second():
     device = both.device(0)
     assert [c.kind for c in device.curves] == ["matmul", "pointwise"]
     assert [t.signature for t in device.op_times] == [OP.signature, other.signature]
-    assert (device.surfaces, device.optimizers) == ((SURFACE,), (RATE,))
+    assert (device.surfaces, device.optimizers) == ((SURFACE,), (RATE, HALF))
     assert device.launch_s == 7e-6  # measured later
     assert dict(both.provenance)["date"] == "2026-02-02"
     assert dict(both.provenance)["processor"] == "a processor"
@@ -190,7 +191,7 @@ def test_compare_says_which_prices_changed_by_how_much():
     device = {"curves": (replace(CURVE, points=((1e3, 1e-6), (1e9, 2e-2))),), "op_times": (slower,)}
     rate = replace(RATE, beta_s_per_byte=3e-10)
     after = replace(
-        with_device(MEASURED, **device, optimizers=(rate,), action_s=6e-5),
+        with_device(MEASURED, **device, optimizers=(rate, HALF), action_s=6e-5),
         wires=(wire(beta=2e-9), wire("all_gather")),
         provenance=(("processor", "a processor"), ("torch", "9.9"), ("date", "2026-01-01")),
     )
@@ -204,6 +205,7 @@ def test_compare_says_which_prices_changed_by_how_much():
     assert f"{OP.signature} forward: 1 → 1.5 ms (+50.0 %)" in text
     assert f"{OP.signature} backward" not in text
     assert "AdamW, a tensor of 4 MB: 0.602 → 1.202 ms (+99.7 %)" in text
+    assert "AdamW, bfloat16" not in text
     assert "pipeline action: 30 → 60 µs (+100.0 %)" in text
     assert "only before: wire send of 2 (2 on a host, 1 at once)" in text
     assert "only after: wire all_gather of 4 (4 on a host, 1 at once)" in text

@@ -329,6 +329,10 @@ def test_lookups_by_name_and_signature():
     assert on.op_time("aten.mul.Tensor(f32[1])") is None
     assert on.optimizer_rate("SGD").alpha_s == 1e-6
     assert on.optimizer_rate("AdamW") is None
+    half = OptimizerRate("SGD", 2e-6, 1e-10, 0.1, 5, "bfloat16")
+    both = replace(on, optimizers=(*on.optimizers, half))
+    assert (on.optimizer_rate("SGD", 2), both.optimizer_rate("SGD", 4)) == (on.optimizers[0],) * 2
+    assert (both.optimizer_rate("SGD", 2), replace(on, optimizers=(half,)).optimizer_rate("SGD")) == (half, half)
     copy = pickle.loads(pickle.dumps(on))
     assert set(copy.__dict__) == {field.name for field in fields(Device)}  # caches stay behind
     assert copy == on

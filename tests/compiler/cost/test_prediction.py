@@ -32,6 +32,7 @@ from meshwright.compiler.search.predict import _post, simulate_plan
 from meshwright.costmodel.cluster import Cluster, Mesh
 from meshwright.costmodel.collectives import mesh_prices
 from meshwright.costmodel.measured import CollectiveMeasurement, OpTime, OptimizerRate, Piece
+from meshwright.models.architectures import Llama
 from meshwright.runtime.parameters.gradients import _buckets
 from torch import nn
 
@@ -139,6 +140,17 @@ def test_exact_times_are_used_for_every_op_that_has_one() -> None:
     assert "100 % measured as they are" in exact.explain()
     numbers = [node.meta["type"] for node in graph.placeholders("parameter")]
     assert stage.seconds["optimizer"] == pytest.approx(sum(1e-5 + 1e-9 * kind.nbytes for kind in numbers))
+
+
+@pytest.mark.parametrize(("optimizer", "itemsize", "rate_s"), [("AdamW", 2, 3e-9), ("AdamW+masters", 4, 1e-9)])
+def test_an_update_is_priced_by_the_dtype_of_what_it_updates(optimizer: str, itemsize: int, rate_s: float) -> None:
+    with torch.device("meta"):
+        net = Llama(64, 1, 16, 32, 2, 2).to(torch.bfloat16)
+    graph = capture(net, tuple(torch.zeros(2, 8, 8, dtype=torch.int64, device="meta").unbind(0)))
+    rates = (OptimizerRate("AdamW", 0.0, 1e-9, 0.0, 1), OptimizerRate("AdamW", 0.0, 3e-9, 0.0, 1, "bfloat16"))
+    plan = planned(graph, with_device(CLUSTER, optimizers=rates), Strategy(1, 1, 1), optimizer=optimizer)
+    weights = sum(node.meta["type"].numel for node in graph.placeholders("parameter"))
+    assert plan.prediction.stages[0].seconds["optimizer"] == pytest.approx(itemsize * weights * rate_s)
 
 
 def test_half_the_ops_measured() -> None:

@@ -38,10 +38,10 @@ BATCH = 64
 
 @cache
 def captured(name: str) -> Graph:
-    if name == "rope":
+    if name.startswith("rope"):
         with torch.device("meta"):
             net = Llama(VOCAB, 2, 64, 128, 8, 4)
-        graph = capture(net, tokens_and_labels(BATCH, SEQUENCE))
+        graph = capture(net.to(torch.bfloat16) if "bfloat16" in name else net, tokens_and_labels(BATCH, SEQUENCE))
     else:
         graph = capture(*ZOO[name](BATCH, device="meta"))
     note_layouts(graph)
@@ -74,7 +74,10 @@ def profiled(rng: random.Random) -> Cluster:
         base.hosts[0].device,
         curves=tuple(curves),
         surfaces=surfaces,
-        optimizers=(OptimizerRate("AdamW", 3e-6, 1e-11, 0.0, 1),),
+        optimizers=(
+            OptimizerRate("AdamW", 3e-6, 1e-11, 0.0, 1),
+            OptimizerRate("AdamW", 5e-6, 4e-11, 0.0, 1, "bfloat16"),
+        ),
         action_s=1e-5,
     )
     pieces = (Piece(0, 2e-5, 1e-10), Piece(1e5, 1e-5, 3e-10))
@@ -183,7 +186,7 @@ def test_slices_equal_scalar_sections(name):
     check(name, cluster, rng, modes=("none", "full", "selective"))
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama", "convnet", "moe"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "convnet", "moe", "rope in bfloat16"])
 def test_measured_and_uneven_clusters(name):
     rng = random.Random(name)
     check(name, profiled(rng), rng, modes=("full",))

@@ -348,6 +348,7 @@ def test_two_ranks_make_one_cluster(ranks: RankPool, tmp_path: Path) -> None:
     assert {wire.algorithm for wire in cluster.wires if wire.kind != "all_reduce"} == {"backend"}
     device = cluster.device(0)
     assert {"matmul", "pointwise"} <= {curve.kind for curve in device.curves}
+    assert {(rate.name, rate.dtype) for rate in device.optimizers} >= {("AdamW", "float32"), ("AdamW", "bfloat16")}
     assert 0 <= device.overlap <= 1
     assert dict(cluster.provenance)["ranks"] == "2"
     assert not any("another" in warning for warning in cluster.validate())  # it is of this machine
