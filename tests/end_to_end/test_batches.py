@@ -63,7 +63,7 @@ def trained(strategy: str, options: dict[str, Any]) -> tuple[list[float], list[T
     losses, logits = [], []
     for step, size in enumerate(SIZES):
         loss, outputs = parallel.train_step(words(step, *size), outputs=("logits",))
-        losses.append(float(loss))
+        losses.append(loss.item())
         logits.append(outputs["logits"])
     losses.append(float(parallel.train_step(**words(9))))
     batches: Any = parallel._batches
@@ -80,7 +80,7 @@ def one_device(sizes: list[tuple[int, int]]) -> tuple[list[float], list[Tensor],
         loss = sum(out["loss"] for out in outputs) / MICROBATCHES  # as documented, the mean of the microbatches
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
         logits.append(torch.cat([out["logits"].detach() for out in outputs]))
     return losses, logits, model
 
@@ -243,9 +243,9 @@ def test_containers(ranks: Any) -> None:
             loss = sum(model(*part, scale)["loss"] for part in parts) / MICROBATCHES
             loss.backward()
             optimizer.step()
-            expected[scale].append(float(loss))
+            expected[scale].append(loss.item())
         if scale != 1.0:
-            expected[scale].append(float(model(**words(0), scale=scale)["loss"]))
+            expected[scale].append(model(**words(0), scale=scale)["loss"].item())
     for losses in ranks.run(2, containers, ("dataclass", "nested", "dict", "encoding"), timeout_s=120.0):
         keywords = losses.pop("keywords")
         assert keywords == pytest.approx(expected[1.0], rel=1e-4)

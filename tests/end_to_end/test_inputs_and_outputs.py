@@ -169,7 +169,7 @@ def test_batch_dims(ranks: Any, strategy: str, dims: Any) -> None:
         optimizer.zero_grad()
         loss = sum(model(x[:, i : i + 4], bias, index=kwargs["index"][i : i + 4]) / 2 for i in (0, 4))
         loss.backward()
-        losses.append(float(loss))
+        losses.append(loss.item())
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e30)))
         optimizer.step()
     for other, other_norms in ranks.run(2, mixed_batches, strategy, dims):

@@ -56,7 +56,7 @@ def logged(folder: str) -> tuple[list[float], list[Any], list[Any], str]:
     ) as metrics:
         for step in range(5):
             loss = parallel.train_step(*tokens(step))
-            losses.append(float(loss))
+            losses.append(loss.item())
             records.append(metrics.on_step(loss, temperature=step))
         metrics.on_evaluate(held_out=1.5)
         metrics.on_checkpoint("at/5")

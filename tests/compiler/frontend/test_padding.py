@@ -218,7 +218,7 @@ def test_sequences_that_do_not_divide_train_as_one_device_does(ranks: Any, case:
     for seed, length in STEPS:
         loss, _ = gradients(model, *tokens(seed, length))
         optimizer.step()
-        expected.append(float(loss))
+        expected.append(loss.item())
     assert losses == pytest.approx(expected, rel=1e-9)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-10)

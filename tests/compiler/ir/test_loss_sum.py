@@ -295,7 +295,7 @@ def alone() -> tuple[int, list[float], list[float], int]:
     for step in range(STEPS):
         x, y = data(step)
         loss = parallel.train_step(x, targets=y)
-        losses.append(float(loss))
+        losses.append(loss.item())
         means.append(float(parallel.mean_loss(loss)))
     spoken = sum(n for (_, kind), n in parallel.session.counts.items() if kind == "all_reduce")
     return dist.get_rank(), losses, means, spoken
