@@ -91,7 +91,8 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
     cluster: a Cluster, or what ``Cluster.parse`` reads (``"p3.16xlarge:8"``, ``"local:4"``, a file). The example
     tensors give shapes and dtypes; their dim 0 is the batch where its extents agree (``batch_dims`` overrides).
     global_batch: samples per step, by default that of the example. optimizer: the name of a torch.optim class, which
-    sizes the optimizer state; "AdamW+masters" keeps fp32 masters of weights of 16 bits.
+    prices the update and sizes its state; "AdamW+fused" is made with ``fused=True``, "AdamW+masters" keeps fp32 masters
+    of weights of 16 bits.
 
     The search decides everything else, unless it is given:
 

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite
 
-__all__ = ["MASTERS", "CodingRate", "CollectiveMeasurement", "OpTime", "OptimizerRate", "Piece", "RankTimes"]
+__all__ = ["FUSED", "MASTERS", "CodingRate", "CollectiveMeasurement", "OpTime", "OptimizerRate", "Piece", "RankTimes"]
 
 #: ends the name of an optimizer that keeps an fp32 master of every weight of 16 bits, and fp32 states
 MASTERS = "+masters"
+#: ends the name of an optimizer, before ``MASTERS``, that updates a parameter in one kernel (torch's ``fused=True``)
+FUSED = "+fused"
 
 
 def _not_negative(where: str, **values: float) -> None:

@@ -35,7 +35,7 @@ import torch
 
 from .cluster import Cluster
 from .codecs import CHUNK, TILE, Codec, Dense, Entries, LowRankFactors, QuantizationLevels
-from .measured import MASTERS
+from .measured import FUSED, MASTERS
 
 __all__ = [
     "FRAMEWORK_BYTES", "OPTIMIZER_STATE", "ParameterBytes", "drawn_bytes", "held_bytes",
@@ -91,7 +91,7 @@ def state_tensors(optimizer: str) -> tuple[int, str]:
     """(state tensors per parameter, what was assumed) for a torch.optim class name; an unknown optimizer is taken to
     keep two, aloud. Masters are not among them."""
     known = {name.lower(): count for name, count in OPTIMIZER_STATE.items()}
-    name = optimizer.removesuffix(MASTERS).lower()
+    name = optimizer.removesuffix(MASTERS).removesuffix(FUSED).lower()
     if name in known:
         return known[name], ""
     return 2, f"the state of optimizer {optimizer!r} is not known: two tensors per parameter are assumed, as for Adam"

@@ -35,7 +35,7 @@ from torch import nn
 
 from ...costmodel.cluster import Cluster
 from ...costmodel.codecs import CODECS
-from ...costmodel.measured import MASTERS
+from ...costmodel.measured import FUSED, MASTERS
 from ...costmodel.memory import drawn_bytes, held_bytes, parameter_bytes, usable_bytes
 from ..cost.pricing import gradient_type
 from ..errors import InfeasibleError
@@ -244,6 +244,7 @@ def update_bytes(
 
     optimizer: a torch.optim class name with its default arguments, or "SGD+momentum". On CUDA devices torch updates
     parameters in lists, so there the second figures add up over parameters; on CPUs one parameter follows the other.
+    With ``FUSED`` they are nothing.
     An optimizer that is unknown, or refuses such a parameter, is taken to keep what ``parameter_bytes`` says, and to
     need nothing. mixed: half-precision parameters have fp32 states and a master weight, as they have with ``MASTERS``.
     """
@@ -258,7 +259,8 @@ def update_bytes(
 
 
 def _stepped(shape: tuple[int, ...], dtype: torch.dtype, optimizer: str, lists: bool) -> tuple[int, int]:
-    name, _, momentum = optimizer.partition("+")
+    fused = optimizer.endswith(FUSED)
+    name, _, momentum = optimizer.removesuffix(FUSED).partition("+")
     classes = {cls.lower(): cls for cls in torch.optim.__all__} if hasattr(torch.optim, "__all__") else {}
     make: Any = getattr(torch.optim, classes.get(name.lower(), name))
     options: dict[str, Any] = {"momentum": 0.9} if momentum else {}
@@ -268,13 +270,13 @@ def _stepped(shape: tuple[int, ...], dtype: torch.dtype, optimizer: str, lists: 
     tracker.ignore(parameter, parameter.grad)
     with tracker:
         made = make([parameter], **options)
-        if lists and "foreach" in made.defaults:
+        if lists and not fused and "foreach" in made.defaults:
             made = make([parameter], foreach=True, **options)
         made.step()
         state = tracker.total
         tracker.restart()
         made.step()
-    return state, tracker.peak_total - state
+    return state, 0 if fused else tracker.peak_total - state
 
 
 CAUSE = "replicas"

@@ -123,10 +123,12 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_n
 
 
 def optimizer_name(factory: OptimizerFactory) -> str:
-    """The class of the optimizer that ``factory`` makes, for the memory of its state: "SGD+momentum", "AdamW", …"""
+    """The optimizer that ``factory`` makes, for its price and memory: "SGD+momentum", "AdamW", "AdamW+fused", …"""
     optimizer = factory([nn.Parameter(torch.zeros(1))])
-    momentum = isinstance(optimizer, torch.optim.SGD) and any(group.get("momentum") for group in optimizer.param_groups)
-    return type(optimizer).__name__ + ("+momentum" if momentum else "")
+    groups = optimizer.param_groups
+    momentum = isinstance(optimizer, torch.optim.SGD) and any(group.get("momentum") for group in groups)
+    fused = any(group.get("fused") for group in groups)
+    return type(optimizer).__name__ + ("+momentum" if momentum else "") + ("+fused" if fused else "")
 
 
 @dataclass

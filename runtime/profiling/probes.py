@@ -372,6 +372,7 @@ def overlap_probe(ranks: Ranks) -> Callable[[], Visit]:
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
+    "AdamW+fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-4),
     "SGD+momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-4, momentum=0.9),

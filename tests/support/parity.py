@@ -26,7 +26,7 @@ ZERO_GRADIENT = {
 def make_optimizer(kind: str):
     if kind == "sgd":
         return lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9)
-    return lambda ps: torch.optim.AdamW(ps, lr=LR, eps=1e-6)
+    return lambda ps: torch.optim.AdamW(ps, lr=LR, eps=1e-6, fused=kind == "fused adamw")
 
 
 def case(name: str, batch: int = BATCH, **options: Any):

@@ -62,6 +62,8 @@ def test_optimizer_state_is_that_of_the_real_optimizer(name: str) -> None:
 def test_optimizer_temporaries_of_adam() -> None:
     size = 256 * 128 * 4
     assert update_bytes((256, 128), torch.float32, "AdamW", "cpu")[1] == 2 * size  # the root, then the denominator
+    for kind in ("cpu", "cuda"):
+        assert update_bytes((256, 128), torch.float32, "AdamW+fused", kind) == (2 * size + 4, 0)
     masters = [
         update_bytes((256, 128), torch.float16, *how)[0] for how in (("AdamW", "cpu", True), ("AdamW+masters", "cpu"))
     ]

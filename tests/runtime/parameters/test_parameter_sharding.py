@@ -22,6 +22,8 @@ from meshwright.compiler.plan.plan import Plan
 from meshwright.compiler.plan.recompute import PlanLayers
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.costmodel.cluster import Cluster
+from meshwright.costmodel.memory import state_tensors
+from meshwright.runtime.parameters.optimizer import optimizer_name
 
 from tests.support.clusters import fast_links
 from tests.support.parity import STEPS, case, chunks, make_optimizer
@@ -100,6 +102,20 @@ def test_mixed_patterns_clipped_with_momentum(ranks):
     torch.testing.assert_close(torch.tensor(results[3][1]), torch.tensor(alone[0][1]), rtol=1e-4, atol=0)
     for key, value in alone[0][2].items():
         torch.testing.assert_close(results[0][2][key], value, rtol=1e-4, atol=2e-5, msg=lambda t, k=key: f"{k}: {t}")
+
+
+def test_an_optimizer_of_one_kernel_equals_one_device(ranks):
+    results = ranks.run(2, train, forced("gpt", ("replicated", *PATTERNS), "dp2", 2), "gpt", "fused adamw", {})
+    agree(results, "gpt", "adamw", 2, {})
+
+
+def test_names_say_how_an_optimizer_updates():
+    names = [
+        optimizer_name(lambda ps, options=options: torch.optim.SGD(ps, **options))
+        for options in ({}, {"fused": True}, {"momentum": 0.9, "fused": True})
+    ]
+    assert names == ["SGD", "SGD+fused", "SGD+momentum+fused"]
+    assert [state_tensors(name) for name in (*names, "AdamW+fused+masters")] == [(n, "") for n in (0, 0, 1, 2)]
 
 
 class Sent:
