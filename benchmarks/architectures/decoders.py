@@ -14,6 +14,7 @@ GROUPED = {"num_key_value_heads": 2, "max_position_embeddings": 64}
 BASE = SIZES | WORDS | GROUPED
 HEADS = BASE | {"head_dim": 16}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
 ONE_KIND = {"layer_types": ["full_attention", "full_attention"]}
 TWO_KINDS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 
@@ -74,6 +75,16 @@ decoder("Cohere2", HEADS | TWO_KINDS)
 decoder("Olmo2", BASE)
 decoder("Granite", BASE)
 decoder("DiffLlama", BASE)
+decoder("Olmo3", BASE | TWO_KINDS)
+decoder("Glm4", HEADS)
+decoder("Exaone4", HEADS | TWO_KINDS)
+decoder("SmolLM3", BASE | {"no_rope_layers": [1, 0]})
+decoder("SeedOss", HEADS)
+decoder("Arcee", HEADS)
+decoder("Apertus", BASE)
+decoder("HunYuanDenseV1", HEADS)
+decoder("NanoChat", BASE)
+decoder("Helium", HEADS)
 
 decoder("Mixtral", BASE | {"num_local_experts": 4, "num_experts_per_tok": 2}, "mixture of experts")
 decoder("Qwen2Moe", BASE | EXPERTS | {"shared_expert_intermediate_size": 64}, "mixture of experts")
@@ -93,19 +104,25 @@ decoder("DeepseekV3", SIZES | WORDS | {
     "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 1, "q_lora_rank": 32,
     "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 1,
 }, "mixture of experts")  # fmt: skip
+decoder("MiniMaxM2", HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2}, "mixture of experts")
+decoder("Phimoe", BASE | {"num_local_experts": 4, "num_experts_per_tok": 2}, "mixture of experts")
 decoder("GptOss", HEADS | TWO_KINDS | {"num_local_experts": 4, "num_experts_per_tok": 2}, "mixture of experts")
 decoder("Llama4", HEADS | {
     "intermediate_size_mlp": 128, "num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,
     "attention_chunk_size": 16,
 }, "mixture of experts", config="Llama4TextConfig")  # fmt: skip
-decoder("Qwen3Next", HEADS | EXPERTS | {
-    "num_hidden_layers": 4, "shared_expert_intermediate_size": 64, "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+decoder("Qwen3Next", HEADS | EXPERTS | LINEAR | {
+    "num_hidden_layers": 4, "shared_expert_intermediate_size": 64,
 }, "linear attention")  # fmt: skip
 decoder("Glm4Moe", HEADS | {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
                             "n_shared_experts": 1, "first_k_dense_replace": 1}, "mixture of experts")  # fmt: skip
 decoder("Ernie4_5_Moe", BASE | {"moe_intermediate_size": 32, "moe_num_experts": 4, "moe_k": 2,
                                 "moe_layer_start_index": 1}, "mixture of experts")  # fmt: skip
+
+decoder("Qwen3_5", HEADS | LINEAR | {"layer_types": ["linear_attention", "full_attention"]}, "linear attention",
+        config="Qwen3_5TextConfig")  # fmt: skip
+decoder("OlmoHybrid", BASE | LINEAR | {"layer_types": ["linear_attention", "full_attention"]}, "linear attention")
+decoder("Lfm2", BASE | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}, "convolution")
 
 decoder("Mamba", {"vocab_size": VOCABULARY, "hidden_size": 64, "state_size": 8, "num_hidden_layers": 2, "expand": 2,
                   "conv_kernel": 4}, "state space")  # fmt: skip
