@@ -14,7 +14,8 @@ GROUPED = {"num_key_value_heads": 2, "max_position_embeddings": 64}
 BASE = SIZES | WORDS | GROUPED
 HEADS = BASE | {"head_dim": 16}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 ONE_KIND = {"layer_types": ["full_attention", "full_attention"]}
 TWO_KINDS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 
