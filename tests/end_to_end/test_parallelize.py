@@ -126,7 +126,7 @@ def test_loss_function_targets_and_a_scheduler(ranks: Any) -> None:
         parts = [((model(a) - b) ** 2 * b.abs()).mean() / 2 for a, b in zip(x.chunk(2), y.chunk(2), strict=True)]
         sum(parts).backward()  # type: ignore[union-attr]
         optimizer.step()
-        losses.append(float(sum(parts)))
+        losses.append(sum(parts).item())
     for other, rates, _ in results:
         assert other == pytest.approx(losses, rel=1e-4)
         assert rates == pytest.approx([0.1, 0.05, 0.025])
