@@ -18,8 +18,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from .fitting import fit_coding, fit_optimizer, fit_wire, two_rates
 from .hardware import Device, Link, link_of
 from .measured import CodingRate, CollectiveMeasurement, OpTime, OptimizerRate
@@ -149,6 +147,9 @@ def op_times_of(state: ProfileState, slowdown: float) -> tuple[OpTime, ...]:
     return tuple(out)
 
 
+_ITEMSIZES = {"float32": 4, "bfloat16": 2}
+
+
 def _optimizers(state: ProfileState, slowdown: float) -> tuple[OptimizerRate, ...]:
     """The rate of each optimizer and dtype that was measured at two sizes or more."""
     rows: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
@@ -159,7 +160,7 @@ def _optimizers(state: ProfileState, slowdown: float) -> tuple[OptimizerRate, ..
             name, _, dtype = text.partition(":")
             tensors, elements = (float(text) for text in size.split("x"))
             which = name, dtype or "float32"
-            nbytes = getattr(torch, which[1]).itemsize * tensors * elements
+            nbytes = _ITEMSIZES[which[1]] * tensors * elements
             rows.setdefault(which, []).append((tensors, nbytes, record.medians()[0] * slowdown))
             samples[which] += record.samples
     return tuple(

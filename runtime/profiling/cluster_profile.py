@@ -326,19 +326,19 @@ class _Profiler:
         return Task(f"{series}/{nbytes}", series, float(nbytes), partial(ranks.wire, kind, form, nbytes), width)
 
     def _optimizer_tasks(self) -> list[Task]:
-        known = {rate.label for rate in self.base.device(0).optimizers} if self.base is not None else set()
+        base = self.base.device(0).optimizers if self.base is not None else ()
+        known = {(rate.name, rate.dtype) for rate in base}
         names = ("AdamW",) if self.quick else tuple(over_ranks.OPTIMIZERS)
-        dtypes = (torch.float32,) if self.quick else (torch.float32, torch.bfloat16)
+        dtypes = ("float32",) if self.quick else ("float32", "bfloat16")
         grown = 16 if self.device.type == "cuda" else 1  # the host takes longer to ask for the small ones than they do
         sizes = [(tensors, grown * elements) for tensors, elements in over_ranks.OPTIMIZER_SIZES]
         tasks = []
         for name, dtype in product(names, dtypes):
-            suffix = "" if dtype == torch.float32 else f":{str(dtype).removeprefix('torch.')}"
-            if f"{name}{suffix.replace(':', ', ')}" in known:
+            if (name, dtype) in known:
                 continue
+            series = f"optimizer/{name}" + ("" if dtype == "float32" else f":{dtype}")
             for tensors, elements in sizes[:-1] if self.quick else sizes:
-                make = partial(over_ranks.optimizer_probe, name, dtype, tensors, elements, self.device)
-                series = f"optimizer/{name}{suffix}"
+                make = partial(over_ranks.optimizer_probe, name, getattr(torch, dtype), tensors, elements, self.device)
                 tasks.append(Task(f"{series}/{tensors}x{elements}", series, float(tensors * elements), make))
         return tasks
 
