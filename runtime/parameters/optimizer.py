@@ -125,7 +125,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_n
 def optimizer_name(factory: OptimizerFactory) -> str:
     """The optimizer that ``factory`` makes, for its price and memory: "SGD+momentum", "AdamW", "AdamW+fused", …"""
     optimizer = factory([nn.Parameter(torch.zeros(1))])
-    groups = optimizer.param_groups
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []  # else refused later
     momentum = isinstance(optimizer, torch.optim.SGD) and any(group.get("momentum") for group in groups)
     fused = any(group.get("fused") for group in groups)
     return type(optimizer).__name__ + ("+momentum" if momentum else "") + ("+fused" if fused else "")

@@ -148,7 +148,7 @@ def test_forward_backward_twice_accumulates(ranks: Any) -> None:
     for x, y in BATCHES[:2]:
         parts = [model(a, b) / 2 for a, b in zip(x.chunk(2), y.chunk(2), strict=True)]
         (parts[0] + parts[1]).backward()
-        losses.append(float(parts[0] + parts[1]))
+        losses.append((parts[0] + parts[1]).item())
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e30))
     optimizer.step()
     assert all(
@@ -194,7 +194,7 @@ def test_where_the_loss_is_and_inputs_that_are_numbers(ranks: Any, form: str) ->
     model = tupled(form)
     (loss, out, message), (other, *_) = ranks.run(2, formed, form)
     whole = model.net(x)
-    assert loss == other == pytest.approx(float((whole - y).abs().pow(3).mean()), rel=1e-5)
+    assert loss == other == pytest.approx((whole - y).abs().pow(3).mean().item(), rel=1e-5)
     assert "2 for 'kwargs.power', which was 3" in message
     expected = model(x, y=y, power=2)
     assert type(out) is type(expected)
