@@ -95,8 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         "--optimizer",
         metavar="NAME",
         help="torch.optim class, which sizes the optimizer's state; AdamW+fused is made with fused=True, AdamW+masters "
-        "keeps fp32 masters of 16-bit weights "
-        "(default AdamW; with masters for built-in models of 16 bits)",
+        "keeps fp32 masters of 16-bit weights (default AdamW; with masters for built-in models of 16 bits)",
     )
     plan.add_argument("--like", type=Path, metavar="PLAN", help="keep the decisions of this plan file")
     plan.add_argument(

@@ -27,7 +27,7 @@ Large sums go in chunks of ``CHUNK`` elements, each with its own; but for factor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -39,8 +39,7 @@ from .measured import FUSED, MASTERS
 
 __all__ = [
     "FRAMEWORK_BYTES", "OPTIMIZER_STATE", "ParameterBytes", "drawn_bytes", "held_bytes",
-    "parameter_bytes", "state_bytes", "state_tensors", "updated_bytes", "updated_itemsize",
-    "usable_bytes",
+    "parameter_bytes", "state_bytes", "state_tensors", "updated_itemsize", "usable_bytes",
 ]  # fmt: skip
 
 
@@ -124,15 +123,6 @@ def parameter_bytes(
 def updated_itemsize(dtype: torch.dtype, optimizer: str, mixed: bool) -> int:
     """Bytes of an element of the tensor that the optimizer updates: the weight of ``dtype``, or its fp32 master."""
     return 4 if dtype.itemsize == 2 and (mixed or optimizer.endswith(MASTERS)) else dtype.itemsize
-
-
-def updated_bytes(bill: Mapping[str, float], optimizer: str, mixed: bool) -> float:
-    """Of the tensor that the optimizer updates: the weight, or its fp32 master. bill: bytes by cause, "parameters",
-    "gradients" and "optimizer"; mixed: under mixed precision."""
-    if mixed:
-        return bill["gradients"]
-    master = bill["optimizer"] / (state_tensors(optimizer)[0] + 1) if optimizer.endswith(MASTERS) else 0.0
-    return max(bill["parameters"], master)
 
 
 _TABLE = 4 * (2**20 + TILE)

@@ -14,8 +14,10 @@ GROUPED = {"num_key_value_heads": 2, "max_position_embeddings": 64}
 BASE = SIZES | WORDS | GROUPED
 HEADS = BASE | {"head_dim": 16}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
-LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LINEAR = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
 ONE_KIND = {"layer_types": ["full_attention", "full_attention"]}
 TWO_KINDS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 
@@ -87,10 +89,10 @@ decoder("HunYuanDenseV1", HEADS)
 decoder("NanoChat", BASE)
 decoder("Helium", HEADS)
 
-decoder("Mixtral", BASE | {"num_local_experts": 4, "num_experts_per_tok": 2}, "mixture of experts")
+decoder("Mixtral", BASE | LOCAL_EXPERTS, "mixture of experts")
 decoder("Qwen2Moe", BASE | EXPERTS | {"shared_expert_intermediate_size": 64}, "mixture of experts")
 decoder("Qwen3Moe", HEADS | EXPERTS, "mixture of experts")
-decoder("GraniteMoe", BASE | {"num_local_experts": 4, "num_experts_per_tok": 2}, "mixture of experts")
+decoder("GraniteMoe", BASE | LOCAL_EXPERTS, "mixture of experts")
 decoder("Olmoe", BASE | {"num_experts": 4, "num_experts_per_tok": 2}, "mixture of experts")
 decoder("Jamba", BASE | {"num_hidden_layers": 4, "num_experts": 2, "num_experts_per_tok": 1, "attn_layer_period": 2,
                          "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 8,
@@ -105,9 +107,9 @@ decoder("DeepseekV3", SIZES | WORDS | {
     "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 1, "q_lora_rank": 32,
     "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 1,
 }, "mixture of experts")  # fmt: skip
-decoder("MiniMaxM2", HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2}, "mixture of experts")
-decoder("Phimoe", BASE | {"num_local_experts": 4, "num_experts_per_tok": 2}, "mixture of experts")
-decoder("GptOss", HEADS | TWO_KINDS | {"num_local_experts": 4, "num_experts_per_tok": 2}, "mixture of experts")
+decoder("MiniMaxM2", HEADS | LOCAL_EXPERTS, "mixture of experts")
+decoder("Phimoe", BASE | LOCAL_EXPERTS, "mixture of experts")
+decoder("GptOss", HEADS | TWO_KINDS | LOCAL_EXPERTS, "mixture of experts")
 decoder("Llama4", HEADS | {
     "intermediate_size_mlp": 128, "num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,
     "attention_chunk_size": 16,

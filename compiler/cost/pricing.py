@@ -24,7 +24,7 @@ from ...costmodel.collectives import REDUCTIONS, AxisPrice, mesh_prices, p2p_sec
 from ...costmodel.compute import TWO_SIDED, Price, measured_backward, op_price
 from ...costmodel.hardware import Device
 from ...costmodel.measured import OptimizerRate
-from ...costmodel.memory import parameter_bytes, updated_bytes, updated_itemsize
+from ...costmodel.memory import parameter_bytes, updated_itemsize
 from ..ir.graph import TensorType, tensor_operands, types_of
 from ..ir.reshard import LOCAL_STEPS, step_bytes, steps_between
 from ..ir.spec import P, Pair, Spec, local_shape
@@ -371,18 +371,20 @@ class MeshPricer:
         added = gradient_type(kind, self.mixed)
         return (microbatches - 1) * self.add_seconds(added, pair.value) if microbatches > 1 else 0.0
 
-    def update_rate(self, kind: TensorType) -> OptimizerRate | None:
-        """The measured rate of the optimizer on a parameter of this type, if there is one."""
-        return self.device.optimizer_rate(self.optimizer, updated_itemsize(kind.dtype, self.optimizer, self.mixed))
+    def update_rate(self, kind: TensorType) -> tuple[OptimizerRate | None, int]:
+        """The measured rate of the optimizer on a parameter of this type, if there is one, and the bytes per element of
+        what it updates."""
+        itemsize = updated_itemsize(kind.dtype, self.optimizer, self.mixed)
+        return self.device.optimizer_rate(self.optimizer, itemsize), itemsize
 
     def optimizer_seconds(self, kind: TensorType, memory: dict[str, float]) -> float:
         """Seconds per step to update a parameter: the optimizer's measured rate, else memory traffic over parameter,
         gradient (read, zeroed) and state."""
         if not memory["gradients"]:
             return 0.0
-        rate = self.update_rate(kind)
+        rate, itemsize = self.update_rate(kind)
         if rate is not None:
-            return rate.alpha_s + rate.beta_s_per_byte * updated_bytes(memory, self.optimizer, self.mixed)
+            return rate.alpha_s + rate.beta_s_per_byte * itemsize * (memory["parameters"] / kind.dtype.itemsize)
         traffic = 2 * memory["parameters"] + 2 * memory["gradients"] + 2 * memory["optimizer"]
         return traffic / self.device.memory_bytes_per_s
 

@@ -164,7 +164,7 @@ class _Pricing:
         if not trainable:
             return
         self.seconds["optimizer"] += price.update_s
-        self.sources["measured" if pricer.update_rate(kind) else "analytic"] += price.update_s
+        self.sources["measured" if pricer.update_rate(kind)[0] else "analytic"] += price.update_s
         added_s = accumulate_seconds(pricer, kind, sharding, self.m)
         self.seconds["backward_weight"] += added_s / self.m
         self.backward += added_s / self.m

@@ -26,7 +26,7 @@ from torch.fx import Node
 from ....costmodel.algorithms import IN_PLACE
 from ....costmodel.compute import TWO_SIDED, measured_backward, op_price_many
 from ....costmodel.hardware import Device
-from ....costmodel.memory import parameter_bytes, updated_bytes, updated_itemsize
+from ....costmodel.memory import parameter_bytes, updated_itemsize
 from ...cost.gradient_communication import cheapest_offers
 from ...cost.pricing import PricingContext, gradient_routes, gradient_type, pricing_context
 from ...cost.signature import signature, sum_signature
@@ -335,14 +335,13 @@ class CasePricer:
     def update_seconds(self, kind: TensorType, elements: np.ndarray) -> np.ndarray:
         """[num, …] seconds to update ``elements`` of a trained parameter on each device."""
         parameter, gradient, state = self.parameter_rates(kind, True)
-        bill = {"parameters": parameter, "gradients": gradient, "optimizer": state}
-        optimizer, mixed = self.cases.optimizer, self.cases.graph.mixed
-        updated, itemsize = updated_bytes(bill, optimizer, mixed), updated_itemsize(kind.dtype, optimizer, mixed)
+        optimizer = self.cases.optimizer
+        itemsize = updated_itemsize(kind.dtype, optimizer, self.cases.graph.mixed)
         seconds = np.zeros_like(elements)
         for device, rows in self.devices:
             rate = device.optimizer_rate(optimizer, itemsize)
             if rate is not None:
-                own = rate.alpha_s + rate.beta_s_per_byte * updated * elements[rows]
+                own = rate.alpha_s + rate.beta_s_per_byte * itemsize * elements[rows]
             else:
                 own = 2 * (parameter + gradient + state) * elements[rows] / device.memory_bytes_per_s
             seconds[rows] = np.where(elements[rows] > 0, own, 0.0)
