@@ -184,9 +184,11 @@ def _differ(row: dict[str, Any]) -> float:
 
 
 def records(rows: dict[str, dict[str, Any]]) -> list[Record]:
-    """Per model: the errors of the predicted step and memory, the step over eager PyTorch's, how far losses differ."""
-    found = []
-    for name, row in rows.items():
+    """Per model and card: the errors of the predicted step and memory, the step over eager PyTorch's, how far losses
+    differ."""
+    found, card = [], torch.cuda.get_device_name().removeprefix("NVIDIA ").split()[0]
+    for model, row in rows.items():
+        name = f"{model} on {card}"
         took, eager, held = (row["measured"][key] for key in ("step_s", "eager_s", "bytes"))
         for title, error in (
             ("step, by exact ops", row["predicted"]["ops_s"] / took - 1),

@@ -2,7 +2,8 @@
 
 A fork has all data of its parent, so only the answer travels, through a pipe. A fork is safe if no other thread holds a
 lock that the work needs and no accelerator is open. That holds for planning on the command line, but not for every
-program, so nothing forks unless the caller asks for it (``workers`` of ``plan``).
+program, so nothing forks unless the caller asks for it (``workers`` of ``plan``). Where an accelerator is present and
+this process has computed gradients, a child cannot: then the work is done here.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class ForkedTask(Generic[T]):
             torch.set_num_threads(1)  # OpenMP waits forever for the parent's threads, which are not here
             os.nice(LOW_PRIORITY if self._later else 0)
             os.close(self._answers)
+            torch.ones((), requires_grad=True).backward()  # fails where autograd's threads stayed with the parent
             with os.fdopen(into, "wb") as pipe:
                 pipe.write(pickle.dumps(self._work(), protocol=pickle.HIGHEST_PROTOCOL))
             status = 0

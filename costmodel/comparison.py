@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from math import log
 
 from .cluster import Cluster
@@ -85,12 +86,14 @@ def _curve_prices(device: Device) -> dict[str, tuple[tuple[tuple[float, ...], fl
 
 def changes(before: Cluster, after: Cluster) -> list[Change]:
     """Every measured price that both clusters have: wires at three sizes, curves and surfaces at the points they
-    share, op times, optimizers and codes (a million elements of fp32), rates of the devices of the same name."""
+    share, op times, optimizers and codes (a million elements of fp32), rates of the devices of the same name, or of the
+    only device of each."""
     found: list[Change] = []
     ours, theirs = _devices(before), _devices(after)
-    for name in ours:
-        if name in theirs:
-            found += _device_changes(ours[name], theirs[name])
+    alone = len(ours) == len(theirs) == 1
+    for a, b in product(ours.values(), theirs.values()):
+        if alone or a.name == b.name:
+            found += _device_changes(a, b)
     new = _wires(after)
     for label, wire in _wires(before).items():
         if label in new:
@@ -101,23 +104,23 @@ def changes(before: Cluster, after: Cluster) -> list[Change]:
 
 
 def _device_changes(a: Device, b: Device) -> Iterable[Change]:
-    rates = dict(b.flops_per_s)
+    rates, name = dict(b.flops_per_s), a.name if a.name == b.name else f"{a.name} → {b.name}"
     for dtype, rate in a.flops_per_s:
         if dtype in rates:
-            yield Change("device", f"{a.name}, {dtype} peak", rate, rates[dtype], "FLOP/s")
-    yield Change("device", f"{a.name}, memory rate", a.memory_bytes_per_s, b.memory_bytes_per_s, "B/s")
-    yield Change("device", f"{a.name}, launch", a.launch_s, b.launch_s)
-    yield Change("device", f"{a.name}, view", a.view_s, b.view_s)
-    yield Change("device", f"{a.name}, pipeline action", a.action_s, b.action_s)
-    yield Change("device", f"{a.name}, start of a 1 MiB message", a.post_seconds(1 << 20), b.post_seconds(1 << 20))
-    yield Change("device", f"{a.name}, overlap", a.overlap, b.overlap, "of the shorter")
+            yield Change("device", f"{name}, {dtype} peak", rate, rates[dtype], "FLOP/s")
+    yield Change("device", f"{name}, memory rate", a.memory_bytes_per_s, b.memory_bytes_per_s, "B/s")
+    yield Change("device", f"{name}, launch", a.launch_s, b.launch_s)
+    yield Change("device", f"{name}, view", a.view_s, b.view_s)
+    yield Change("device", f"{name}, pipeline action", a.action_s, b.action_s)
+    yield Change("device", f"{name}, start of a 1 MiB message", a.post_seconds(1 << 20), b.post_seconds(1 << 20))
+    yield Change("device", f"{name}, overlap", a.overlap, b.overlap, "of the shorter")
     new = _curve_prices(b)
-    for name, points in _curve_prices(a).items():
-        there = dict(new.get(name, ()))
+    for curve, points in _curve_prices(a).items():
+        there = dict(new.get(curve, ()))
         shared = [(seconds, there[work]) for work, seconds in points if work in there]
         if shared:  # a curve is one price here: the sum over its points
             yield Change(
-                "curves", f"{name}, {len(shared)} points", sum(s for s, _ in shared), sum(t for _, t in shared)
+                "curves", f"{curve}, {len(shared)} points", sum(s for s, _ in shared), sum(t for _, t in shared)
             )
     for time in a.op_times:
         if other := b.op_time(time.signature):
@@ -168,10 +171,11 @@ def _size(change: Change) -> float:
 
 
 def _names(cluster: Cluster) -> set[str]:
-    names = set(_wires(cluster))
-    for name, device in _devices(cluster).items():
-        names |= {f"{name}: {curve}" for curve in _curve_prices(device)}
-        names |= {f"{name}: {time.signature}" for time in device.op_times}
-        names |= {f"{name}: {rate.label}" for rate in device.optimizers}
-        names |= {f"{name}: code {rate.name}" for rate in device.codings}
+    names, devices = set(_wires(cluster)), _devices(cluster)
+    for name, device in devices.items():
+        of = f"{name}: " if len(devices) > 1 else ""
+        names |= {of + curve for curve in _curve_prices(device)}
+        names |= {of + time.signature for time in device.op_times}
+        names |= {of + rate.label for rate in device.optimizers}
+        names |= {f"{of}code {rate.name}" for rate in device.codings}
     return names

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from .curves import Curve, Surface
 from .fitting import rising
-from .op_timing import Make, timed
+from .op_timing import Make, normal_values, timed
 from .profiler import ProfileState, Task
 
 __all__ = ["GridOp", "coarse", "curves_of", "grid", "op_task", "surfaces_of"]
@@ -59,16 +59,6 @@ def _text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_NOISE = 1 << 20
-
-
-def _noise(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers that are not all equal: constant operands draw less power and run faster than real ones."""
-    base, count = torch.linspace(-1.0, 1.0, min(_NOISE, prod(shape)), dtype=dtype, device=device), prod(shape)
-    whole = base if count <= _NOISE else base.repeat(-(-count // _NOISE))[:count]
-    return whole.reshape(tuple(shape)).clone()
-
-
 def _op(
     call: Callable[..., torch.Tensor],
     dtype: torch.dtype,
@@ -79,13 +69,14 @@ def _op(
     shape, bound)."""
 
     def make(device: torch.device) -> _Op:
-        operands = [_noise(shape, dtype, device).requires_grad_() for shape in shapes]
+        generator = torch.Generator().manual_seed(0)
+        operands = [normal_values(shape, dtype, device, generator).requires_grad_() for shape in shapes]
         for place, shape, bound in indices:
             index = torch.arange(prod(shape), device=device).mul_(7919).remainder_(bound).reshape(tuple(shape))
             operands.insert(place, index)
         with torch.no_grad():
             out = call(*operands)
-        return _Op(call, tuple(operands), _noise(out.shape, out.dtype, device))
+        return _Op(call, tuple(operands), normal_values(out.shape, out.dtype, device, generator))
 
     return make
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import cycle
-from math import ceil
+from math import ceil, prod
 from statistics import median
 from time import perf_counter, thread_time
 from typing import Any, Protocol
@@ -31,6 +31,7 @@ __all__ = [
     "Make",
     "TimedOp",
     "fact_tasks",
+    "normal_values",
     "probe_task",
     "stopwatch",
     "stream_bytes_per_s",
@@ -44,6 +45,7 @@ _LOAD = 8192  # rows and columns of a load's matrices
 _LOAD_PASSES = 3.0  # the time of its passes over memory by that of its products: then clocks are as in real steps
 _LOAD_S = (0.03, 0.1)  # the least and the most of a load; a clock follows the power of some 60 ms
 _NO_KERNEL_S = 1e-6  # on a CUDA device less than that is no kernel
+_TILE = 65_537  # random values that an operand repeats; a prime, so that no two rows of a matrix are equal
 _STREAM = 1 << 23  # elements; two such operands are twice a common last-level cache, and no page is new
 
 ENTRY = "fact/backward of a view"
@@ -62,6 +64,15 @@ class TimedOp(Protocol):
 
 Make = Callable[[torch.device], TimedOp]
 Watch = Callable[[Callable[[], object]], float]
+
+
+def normal_values(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> torch.Tensor:
+    """A tensor of normal values, repeated: equal ones would draw less power, and run faster, than a training step's."""
+    numel = prod(shape)
+    tile = torch.randn(min(max(1, numel), _TILE), generator=generator).to(device, dtype)
+    return tile.repeat(-(-numel // tile.numel()))[:numel].reshape(tuple(shape))
 
 
 class _Load:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from ...costmodel.op_timing import normal_values
 from ..frontend.layers import differentiable_nodes
 from ..frontend.strides import DimOrder, NodeLayout, OneDevice, copy_with_layout, note_layouts
 from ..ir.comm import Context, use_context
@@ -42,7 +43,6 @@ _SHORT = {
     torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b1",
 }  # fmt: skip
 _SILENT = ("device", "layout", "pin_memory", "op_index", "cuts")  # arguments that do not change the work
-_TILE = 65_537  # random values that a float operand repeats; a prime, so that no two rows of a matrix are equal
 
 
 # ---- the text
@@ -205,7 +205,7 @@ def _probe(text: str, node: Node, choice: MeshChoice, mesh_shape: Sequence[int],
         def cotangent(k: int, y: Tensor) -> Tensor | None:
             if layout is not None and not layout.flows[k]:
                 return None
-            whole = _filled(TensorType(tuple(y.shape), y.dtype), torch.Generator().manual_seed(k), y.device)
+            whole = normal_values(y.shape, y.dtype, y.device, torch.Generator().manual_seed(k))
             return whole if layout is None else copy_with_layout(whole, layout.cotangents[k])
 
         return OpInstance(call, tensors, cotangent)
@@ -258,9 +258,6 @@ class _Operands:
 
 
 def _filled(kind: TensorType, generator: torch.Generator, device: torch.device) -> Tensor:
-    """Normal values, repeated; zeros and ones for integers. Equal values would draw less power than real ones."""
-    numel = max(1, kind.numel)
-    tile = torch.randn(min(numel, _TILE), generator=generator)
-    if not kind.is_float:
-        tile = (tile > 0).to(torch.int64)
-    return tile.to(device, kind.dtype).repeat(-(-numel // tile.numel()))[: kind.numel].reshape(kind.shape)
+    """Normal values; zeros and ones for integers."""
+    values = normal_values(kind.shape, kind.dtype if kind.is_float else torch.float32, device, generator)
+    return values if kind.is_float else (values > 0).to(kind.dtype)

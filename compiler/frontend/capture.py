@@ -386,6 +386,8 @@ class _Translator:
                 )
                 error.module = _module_of(node)
                 raise error
+            if node.target is torch.ops.aten.lstm.input:
+                types = _lstm_types(node, types)
             self.descriptions[node] = types, _module_of(node), line_of(trace)
         return self.descriptions[node]
 
@@ -513,6 +515,15 @@ def _types_or_none(value: Any) -> TensorType | tuple[TensorType, ...] | None:
         types = [_types_or_none(item) for item in value]
         return tuple(types) if all(isinstance(t, TensorType) for t in types) else None  # type: ignore[arg-type]
     return None
+
+
+def _lstm_types(node: Node, types: Any) -> Any:
+    """The types of an LSTM: torch before 2.13 exports its last states with a dim too many (its issue 151200)."""
+    states: Any = node.args[1]
+    right = (types[0], *(_type_of(state.meta["val"]) for state in states))
+    if right != types and any(user.args[1] and user.users for user in node.users):
+        raise node_error(node.meta.get("stack_trace"), "the last states of an LSTM")
+    return right
 
 
 def _module_of(node: Node) -> str:

@@ -76,6 +76,12 @@ _ADVICE: tuple[tuple[str, str, str, str], ...] = (
         "the code calls a higher-order operator",
         "write it without torch.cond, torch.while_loop and the like",
     ),
+    (
+        r"the last states of an LSTM",
+        "",
+        f"torch {torch.__version__} exports the last states of an LSTM with a wrong shape",
+        "use torch 2.13, or take what is needed from its whole result",
+    ),
 )
 
 
@@ -91,11 +97,11 @@ def short_path(path: str) -> str:
 def _is_plumbing(path: str) -> bool:
     """True for a file of torch, of this package's compiler, of Python, and for generated code: none says what the model
     does."""
-    if path.startswith(("<", _TORCH + os.sep, _COMPILER + os.sep)) or f"{os.sep}torch{os.sep}" in path:
+    if path.startswith(("<", _TORCH + os.sep, _COMPILER + os.sep)):
         return True
     if _is_installed(path):
-        return f"{os.sep}einops{os.sep}" in path
-    return "importlib" in path or path.startswith(_PYTHON + os.sep)
+        return short_path(path).startswith("einops" + os.sep)
+    return path.startswith(_PYTHON + os.sep)
 
 
 def _is_installed(path: str) -> bool:

@@ -54,6 +54,14 @@ def test_what_a_child_cannot_say_is_made_here() -> None:
     assert ForkedTask(work, True).result() == parent
 
 
+def test_where_a_child_cannot_compute_gradients_the_work_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(tensor: torch.Tensor) -> None:  # as torch does where an accelerator is present
+        raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing")
+
+    monkeypatch.setattr(torch.Tensor, "backward", refuse)
+    assert ForkedTask(os.getpid, True).result() == os.getpid()
+
+
 @pytest.fixture
 def alarm() -> Iterator[Callable[[float], None]]:
     """TimeoutError after so many seconds, wherever this process is then."""

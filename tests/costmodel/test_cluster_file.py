@@ -17,6 +17,8 @@ from meshwright.costmodel.curves import Curve, Surface
 from meshwright.costmodel.measured import CollectiveMeasurement, OpTime, OptimizerRate, Piece
 from meshwright.costmodel.presets import NETWORKS, OVERLAP, PRESETS, Constant, LinkSheet
 
+from tests.support.paths import DOCS
+
 CPU = Cluster.preset("cpu")
 
 
@@ -401,3 +403,11 @@ def test_presets_agree_with_data_sheets():
         assert cluster.hosts[0].num_devices == count, name
         assert cluster.link.bytes_per_s / 1e9 == pytest.approx(network, rel=0.07), name
         assert device.overlap == (0.8 if device.kind == "cuda" else 0.0)
+
+
+def test_the_only_devices_of_two_clusters_are_compared_whatever_their_names() -> None:
+    h100, h200 = (Cluster.load(DOCS / "examples" / f"{name}.json") for name in ("h100", "h200"))
+    text = compare(h200, h100)
+    assert "  NVIDIA H200 → NVIDIA H100 80GB HBM3, memory rate: 3.893 → 2.789 TB/s (-28.4 %)" in text.splitlines()
+    assert "AdamW+fused, a tensor of 4 MB" in text
+    assert "NVIDIA H200: " not in text

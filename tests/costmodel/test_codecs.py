@@ -21,9 +21,9 @@ def priced(cluster: Cluster) -> dict[str, float]:
 
 
 def test_encoding_costs_more_than_sending_on_loopback():
-    prices = priced(Cluster.local(4))  # as was measured: 0.42, 0.58 and 0.75 of the dense speed, and 1.4
+    prices = priced(Cluster.local(4))  # as was measured: 0.42, 0.58 and 0.75 of the dense speed
     assert all(prices[name] > prices["none"] for name in ("int8", "1bit", "topk1%"))
-    assert prices["powersgd4"] < prices["none"]
+    assert prices["powersgd4"] < prices["int8"]
 
 
 def test_nothing_but_half_precision_pays_inside_a_host():

@@ -101,7 +101,8 @@ def test_records_of_a_run(ranks: Any, tmp_path: Path) -> None:
 
 
 def with_a_slow_rank(slow: int) -> tuple[list[Any], list[str]]:
-    """One rank of three of which one sleeps, from the second step on: the slow rank of each record, the warnings."""
+    """One rank of three of which one sleeps from the second step on, the others in the first: the slow rank of each
+    record, the warnings."""
     parallel = mw.parallelize(
         model(), mw.Cluster.local(3), example_inputs=tuple(x[:6] for x in tokens(0)), strategy="dp3", microbatches=2,
         optimizer=lambda ps: torch.optim.SGD(ps, lr=LR),
@@ -119,7 +120,7 @@ def with_a_slow_rank(slow: int) -> tuple[list[Any], list[str]]:
         metrics = mw.MetricsLogger(parallel, every=1, to=())
         records = []
         for step in range(7):
-            asleep = dist.get_rank() == slow and step > 0
+            asleep = (dist.get_rank() == slow) == (step > 0)
             records.append(metrics.on_step(parallel.train_step(*(x[:6] for x in tokens(step)))))
     return [record.get("slow_rank") for record in records if record], [str(one.message) for one in told]
 

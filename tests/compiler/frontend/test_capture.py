@@ -336,6 +336,30 @@ def test_experts_are_one_op_and_differentiate(graphs: dict) -> None:
         assert torch.autograd.gradcheck(run, leaves)
 
 
+def test_a_wrong_shape_of_an_lstms_last_states_is_put_right_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self, last: bool) -> None:
+            super().__init__()
+            self.rnn, self.last = nn.LSTM(3, 4, 2, batch_first=True), last
+
+        def forward(self, x: Tensor) -> Tensor:
+            result, (hidden, _) = self.rnn(x)
+            return (hidden[-1] if self.last else result).mean()
+
+    right = torch._decomp.decompositions.one_layer_lstm
+
+    def as_before_2_13(*args: Any, **kwargs: Any) -> Any:
+        result, states = right(*args, **kwargs)
+        return result, tuple(state.unsqueeze(0) for state in states)
+
+    x = torch.randn(4, 5, 3)
+    expected = capture(Recurrent(False), (x,)).text()
+    monkeypatch.setattr(torch._decomp.decompositions, "one_layer_lstm", as_before_2_13)
+    assert capture(Recurrent(False), (x,)).text() == expected
+    with pytest.raises(CaptureError, match=r"last states of an LSTM with a wrong shape; use torch 2"):
+        capture(Recurrent(True), (x,))
+
+
 def test_idle_random_ops_pass() -> None:
     class Recurrent(nn.Module):
         def __init__(self, dropout: float) -> None:

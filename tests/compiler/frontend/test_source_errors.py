@@ -3,7 +3,9 @@ models of transformers inside a wrapper of the user's."""
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,6 +117,18 @@ def test_ops_of_a_wrapped_model_have_the_lines_of_the_model() -> None:
     of_library = [line for line in lines if line.startswith("transformers/models/bert/modeling_bert.py:")]
     assert len(of_library) > 0.8 * len(lines)
     assert lines[-1] == f"tests/compiler/frontend/test_source_errors.py:{CALL}"
+
+
+@pytest.mark.parametrize("folder", ["torch", "importlib", "einops"])
+def test_a_folder_with_the_name_of_a_library_is_the_users(folder: str, tmp_path: Path) -> None:
+    (tmp_path / folder).mkdir()
+    file = tmp_path / folder / "net.py"
+    file.write_text("def forward(self, x):\n    return self.line(x).mean()\n")
+    module = runpy.run_path(str(file))
+    net = type("Net", (nn.Module,), {"forward": module["forward"]})()
+    net.line = nn.Linear(4, 4)
+    graph = capture(net, (torch.randn(2, 4),))
+    assert {node.meta["line"] for node in graph.ops()} == {f"{file}:2"}
 
 
 def test_tensor_lengths_of_ctc_are_the_cause() -> None:

@@ -245,7 +245,7 @@ def test_experts_are_mixtrals():
     index = torch.stack([torch.tensor([0, 3]), torch.tensor([3, 1])]).repeat(8, 1)  # expert 2 has no token
     index[5, 1] = 4  # outside: contributes nothing
     leaves = (x, weight, module.gate_up_proj, module.down_proj)
-    expected = module(x, index, weight)
+    expected = module(x, index.clamp(max=3), weight * (index < 4))  # not every version lets one stand for no expert
     got = local_ops.experts(x, index, weight, module.gate_up_proj, module.down_proj, "silu")
     assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
     cotangent = r(16, 8)

@@ -60,7 +60,8 @@ CASES = {
 def start(script: Path, case: str) -> subprocess.Popen[str]:
     """Both ranks of ``script``. torchrun starts them where all ranks know the error; where they find out one after
     another its agent would end the second as soon as it sees the first one's end, so a shell starts them."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MESHWRIGHT_SHARED_MEMORY": "0"}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "MESHWRIGHT_SHARED_MEMORY": "0"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, str(script), case]
     if case != "capture":
