@@ -459,8 +459,8 @@ def _fit_memory(
             before, limits = limits, tuple(map(min, limits or missed.leaner, missed.leaner))
         if limits == before or times == retries:  # no strategy of the stages is as lean
             break
-        plan = build_plan(search, candidate, limits, built)
-        if plan.prediction.step_s >= limit_s:
+        before_limits, plan = plan, build_plan(search, candidate, limits, built)
+        if plan.prediction.step_s >= limit_s or same_decisions(plan, before_limits):
             break
     return None, first_error
 
