@@ -2,7 +2,7 @@
 
 1. *Floating* ops (derived from inputs, constants and unchanged buffers alone: masks, positions, rotary tables) belong
    to no layer. Every stage that needs them computes them itself, so that they never cross a cut. *Static* ops are
-   floating ops that do not even depend on an input.
+   floating ops that do not even depend on an input, nor grow with the batch.
 2. All other ops are in program order. At each position some tensors are alive (made before, used after). Cuts go to the
    local minima of the bytes alive: inside a transformer block an intermediate is alive with the residual stream,
    between blocks the stream alone is.
@@ -53,7 +53,7 @@ class Layering:
     crossing: tuple[tuple[str, ...], ...]
     #: the floating ops, in program order
     floating: tuple[str, ...]
-    #: the floating ops that depend on no input
+    #: the floating ops that depend on no input and have no batch
     static: frozenset[str]
     #: the nodes through which gradients flow (``differentiable_nodes``)
     needs_grad: frozenset[str]
@@ -110,7 +110,7 @@ class Layering:
 
 def cluster_layers(graph: Graph, max_layers: int = 128, sequence: bool = False) -> Layering:
     """Cluster ``graph`` (at any batch extent) into at most ``max_layers`` layers; sequence: as in ``Pruner``."""
-    floating, static, needs_grad = _classify(graph)
+    floating, constant, needs_grad = _classify(graph)
     fixed = [node for node in graph.ops() if node.name not in floating]
     if not fixed:
         raise ValueError(
@@ -132,14 +132,15 @@ def cluster_layers(graph: Graph, max_layers: int = 128, sequence: bool = False) 
         key = _class_key(capture, members, floating, crossing[index], crossing[index + 1])
         layers.append(Layer(names[index], tuple(n.name for n in members), key, float(sum(flops[first:end]))))
     order = tuple(node.name for node in graph.ops() if node.name in floating)
+    batch_dims = _batch_dims(capture)
     return Layering(
         tuple(layers),
         tuple(crossing),
         order,
-        static,
+        frozenset(name for name in constant if all(dim is None for dim in batch_dims[name])),
         needs_grad,
         Pruner(_at_small_batch(capture), sequence),
-        _batch_dims(capture),
+        batch_dims,
         graph.batch,
     )
 
@@ -169,7 +170,7 @@ def floating_ops(graph: Graph) -> frozenset[str]:
 
 
 def _classify(graph: Graph) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """(floating ops, static ops, nodes between a parameter that needs a gradient and the loss)."""
+    """(floating ops, those that depend on no input, nodes between a parameter that needs a gradient and the loss)."""
     mutated = {r.name for r in graph.results if r.kind == "buffer"}
     bound: set[str] = set()  # depends on a parameter or a changing buffer
     moving: set[str] = set()  # depends on an input as well

@@ -315,8 +315,8 @@ class _Stage:
         return self._solve_without(section, (), self._transient(section, chosen), self._gap(section)) or chosen
 
     def improve(self, first: _Chosen, free: Section, bans: Sequence[str] = _MESSAGES) -> _Chosen:
-        """The best of ``first`` and the choices of the same stage with its labels left open. bans: the messages that are
-        tried to do without."""
+        """The best of ``first`` and the choices of the same stage with its labels left open. bans: the messages without
+        which it is tried, too."""
         candidates, prices = [first], [self.price(first)]
 
         def offer(without: Sequence[_Message]) -> bool:

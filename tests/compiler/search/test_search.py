@@ -319,3 +319,33 @@ def test_a_stage_is_asked_for_its_labels_once_for_all_weights_it_shares(monkeypa
     make_plan(graph, Cluster.parse("p3.16xlarge:1"), 64, alternatives=False)
     assert any(labels for labels, _ in candidates)
     assert all(labels <= stages for labels, stages in candidates)
+
+
+class _Biased(nn.Module):
+    """Attention with a bias that follows from no weight and no input, but has a row per sample, as T5's across has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 192) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        samples, length, _ = x.shape
+        seen = torch.ones(length, length, dtype=torch.bool, device=x.device).tril().expand(samples, 1, length, length)
+        bias = torch.where(seen, torch.zeros(1, 4, length, length, device=x.device), -1e9)
+        for layer in self.layers:
+            q, k, v = layer(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+            x = x + nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2)
+        return x.square().mean()
+
+
+def test_a_constant_with_the_batch_is_cut_and_counts_once_per_stage():
+    with torch.device("meta"):
+        graph = capture(_Biased(), (torch.empty(32, 512, 64),))
+    plan = make_plan(graph, V100, 32, strategy=Strategy(2, 4, 1), microbatches=2, schedule="1f1b")
+    (where,) = (node.name for node in graph.ops() if op_name(node).startswith("aten.where"))
+    assert [stage.chunks[0].ops[where] for stage in plan.stages] == [("d0",)] * 2
+    clock_s, step_s = plan.provenance["clocks"][0]
+    assert clock_s == pytest.approx(step_s, rel=0.02)
+    alone = cluster_layers(graph)
+    assert where in alone.floating
+    assert where not in alone.static
