@@ -4,8 +4,8 @@ a process of its own with an empty cache.
 python benchmarks/frontier.py [--only NAME,NAME] [--layers N] [--devices N] [--timeout SECONDS]
                               [--json out/frontier.json] [--explain FOLDER]
 
-Every model is planned in bf16 for a batch of 1,024 on hosts of eight H100. --layers: fewer layers, for a quick try, of
-which no record is kept. --explain: where each plan's text goes.
+Every model is planned in bf16 for a batch of 1,024 on hosts of eight H100, with a worker per core as the command line
+does. --layers: fewer layers, for a quick try, of which no record is kept. --explain: where each plan's text goes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import meshwright as mw
 from huggingface.models import MODELS, FrontierModel, find
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.report.explain import explain, summary_json
+from meshwright.compiler.workers import most_workers
 from reporting.results import Record, computed, save_records, write_results
 from rich.console import Console
 from rich.table import Table
@@ -56,6 +57,7 @@ def plan_one(model: FrontierModel, layers: int | None, devices: int, text: Path 
         precision="bf16",
         global_batch=model.batch,
         cache=False,
+        workers=most_workers(),
     )
     seconds = {"plan_s": time.perf_counter() - began, "plan_cpu_s": time.process_time() - busy}
     if text is not None:

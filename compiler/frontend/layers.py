@@ -2,7 +2,7 @@
 
 1. *Floating* ops (derived from inputs, constants and unchanged buffers alone: masks, positions, rotary tables) belong
    to no layer. Every stage that needs them computes them itself, so that they never cross a cut. *Static* ops are
-   floating ops that do not even depend on an input, nor grow with the batch.
+   floating ops that do not even depend on an input.
 2. All other ops are in program order. At each position some tensors are alive (made before, used after). Cuts go to the
    local minima of the bytes alive: inside a transformer block an intermediate is alive with the residual stream,
    between blocks the stream alone is.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import inf
@@ -53,8 +53,10 @@ class Layering:
     crossing: tuple[tuple[str, ...], ...]
     #: the floating ops, in program order
     floating: tuple[str, ...]
-    #: the floating ops that depend on no input and have no batch
+    #: the floating ops that depend on no input
     static: frozenset[str]
+    #: those of them that grow with the batch
+    growing: frozenset[str]
     #: the nodes through which gradients flow (``differentiable_nodes``)
     needs_grad: frozenset[str]
     #: the filter of strategies, which caches its results
@@ -86,6 +88,12 @@ class Layering:
                     stack.append(user)
         return sorted(layers)
 
+    @cached_property
+    def of_stages(self) -> Layering:
+        """What a whole stage is solved by: there an op that grows with the batch is none of the static ones, which run
+        whole on every device and are priced behind."""
+        return replace(self, static=self.static - self.growing)
+
     @property
     def total_flops(self) -> float:
         """Forward FLOPs of all layers."""
@@ -110,7 +118,7 @@ class Layering:
 
 def cluster_layers(graph: Graph, max_layers: int = 128, sequence: bool = False) -> Layering:
     """Cluster ``graph`` (at any batch extent) into at most ``max_layers`` layers; sequence: as in ``Pruner``."""
-    floating, constant, needs_grad = _classify(graph)
+    floating, static, needs_grad = _classify(graph)
     fixed = [node for node in graph.ops() if node.name not in floating]
     if not fixed:
         raise ValueError(
@@ -137,7 +145,8 @@ def cluster_layers(graph: Graph, max_layers: int = 128, sequence: bool = False) 
         tuple(layers),
         tuple(crossing),
         order,
-        frozenset(name for name in constant if all(dim is None for dim in batch_dims[name])),
+        static,
+        frozenset(name for name in static if any(dim is not None for dim in batch_dims[name])),
         needs_grad,
         Pruner(_at_small_batch(capture), sequence),
         batch_dims,
@@ -170,7 +179,7 @@ def floating_ops(graph: Graph) -> frozenset[str]:
 
 
 def _classify(graph: Graph) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """(floating ops, those that depend on no input, nodes between a parameter that needs a gradient and the loss)."""
+    """(floating ops, static ops, nodes between a parameter that needs a gradient and the loss)."""
     mutated = {r.name for r in graph.results if r.kind == "buffer"}
     bound: set[str] = set()  # depends on a parameter or a changing buffer
     moving: set[str] = set()  # depends on an input as well

@@ -75,7 +75,7 @@ def stage_section(context: StageContext, layers: tuple[int, int], states: tuple[
         if name in used or (name in results and name not in leaving)
     }
     exits = {name: [pair] for name, pair in zip(leaving, states[1]) if name not in entering}
-    return build_section(context, ops, entries, exits)
+    return build_section(replace(context, layering=layering.of_stages), ops, entries, exits)
 
 
 def transient_bytes(section: Section, chosen: Sequence[int], layering: Layering) -> float:

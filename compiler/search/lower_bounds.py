@@ -69,7 +69,6 @@ class SearchBounds:
         )
         self._starts = {0, *accumulate(host.num_devices for host in cluster.hosts)}  # devices that hosts begin with
         self._ends: dict[tuple[Submesh, int], np.ndarray] = {}  # least seconds of messages [2, borders]
-        self._repeats: dict[tuple[tuple[int, ...], int, int], np.ndarray] = {}
         self._units: dict[tuple[int, float], float] = {}
         self._share: dict[int, float] = {}  # microbatches → seconds of a step if all devices were equally busy
         self.groups = row_groups(search, self.submeshes, self.counts, self.levels)
@@ -236,52 +235,13 @@ class SearchBounds:
         holds one."""
         search, copies = self.search, np.zeros(self._shape)
         pricer = MeshPricer(search.cluster, 0, (), search.optimizer, mixed=search.graph.mixed)
+        first, end = np.indices(self._shape)
         for node, layers in search.layering.shared_weights(search.graph):
             trained = node.meta["source"].requires_grad
             whole = sum(pricer.parameter_memory(node.meta["type"], (), trained).values())
-            copies += whole * np.maximum(self._uses(layers) - 1, 0)
+            uses = sum(((first <= k) & (k < end)).astype(int) for k in layers)
+            copies += whole * np.maximum(uses - 1, 0)
         return copies
-
-    def repeats(self, sub: Submesh, m: int) -> np.ndarray:
-        """[L, L + 1] seconds per microbatch of floating ops that tables count too much, at the least: every layer that
-        needs one counts it, a stage runs it once."""
-        key = sub.shape, sub.site, m
-        if key not in self._repeats:
-            search, repeats = self.search, np.zeros(self._shape)
-            pricer, batch = search.pricer(sub.site, sub.shape), search.global_batch // m
-            assert search.samples is not None
-            for layers, names in self._floating.items():
-                nodes = search.samples.at(layers[0], batch)
-                least_s = sum(
-                    min(
-                        pricer.op(nodes[name], choice, search.layering.needs_grad).seconds
-                        for choice in search.layering.pruner.choices(nodes[name], batch, sub.shape)
-                    )
-                    for name in names
-                )
-                repeats += least_s * np.maximum(self._uses(layers) - 1, 0)
-            self._repeats[key] = repeats
-        return self._repeats[key]
-
-    @cached_property
-    def _floating(self) -> dict[tuple[int, ...], list[str]]:
-        """The floating ops that several layers need, by those layers, without static ones, which no layer counts."""
-        layering = self.search.layering
-        loose, needing = set(layering.floating) - layering.static, dict[str, list[int]]()
-        for k in range(len(layering.layers)):
-            for node in layering.ops_of(self.search.graph, k, k + 1):
-                if node.name in loose:
-                    needing.setdefault(node.name, []).append(k)
-        found: dict[tuple[int, ...], list[str]] = {}
-        for name, layers in needing.items():
-            if len(layers) > 1:
-                found.setdefault(tuple(layers), []).append(name)
-        return found
-
-    def _uses(self, layers: Sequence[int]) -> np.ndarray:
-        """[L, L + 1] how many of these layers are in a run of layers."""
-        first, end = np.indices(self._shape)
-        return np.sum([(first <= k) & (k < end) for k in layers], axis=0)
 
 
 def _fits(search: SearchState, m: int) -> bool:

@@ -181,7 +181,7 @@ class SearchTables(SearchBounds):
             for name, values in arrays.items():
                 array = group.array(name, sub, m, price)
                 if name == "pace_s":
-                    array = np.where(possible, array - self.repeats(sub, m), inf)
+                    array = np.where(possible, array, inf)
                 elif name == "step_s":
                     array = array * m
                 elif name == "resident":  # every use of a weight counts a copy; at the least they are as fine as can be
