@@ -71,6 +71,11 @@ def _devices(cluster: Cluster) -> dict[str, Device]:
     return found
 
 
+def _alone(before: Cluster, after: Cluster) -> bool:
+    """True if each has devices of one kind: those are compared, whatever their names."""
+    return len(_devices(before)) == len(_devices(after)) == 1
+
+
 def _curve_prices(device: Device) -> dict[str, tuple[tuple[tuple[float, ...], float], ...]]:
     """Points (work, seconds) of each curve and surface by its name."""
     found: dict[str, tuple[tuple[tuple[float, ...], float], ...]] = {}
@@ -89,10 +94,8 @@ def changes(before: Cluster, after: Cluster) -> list[Change]:
     share, op times, optimizers and codes (a million elements of fp32), rates of the devices of the same name, or of the
     only device of each."""
     found: list[Change] = []
-    ours, theirs = _devices(before), _devices(after)
-    alone = len(ours) == len(theirs) == 1
-    for a, b in product(ours.values(), theirs.values()):
-        if alone or a.name == b.name:
+    for a, b in product(_devices(before).values(), _devices(after).values()):
+        if a.name == b.name or _alone(before, after):
             found += _device_changes(a, b)
     new = _wires(after)
     for label, wire in _wires(before).items():
@@ -158,7 +161,8 @@ def compare(before: Cluster, after: Cluster, at_least: float = 0.02) -> str:
         lines += [f"  {change}" for change in moved[:_MANY]]
         if len(moved) > _MANY:
             lines.append(f"  and {len(moved) - _MANY} more")
-    ours, theirs = _names(before), _names(after)
+    alone = _alone(before, after)
+    ours, theirs = _names(before, alone), _names(after, alone)
     for title, missing in (("only before", ours - theirs), ("only after", theirs - ours)):
         lines += [f"{title}: {name}" for name in sorted(missing)[:_MANY]]
         if len(missing) > _MANY:
@@ -170,10 +174,11 @@ def _size(change: Change) -> float:
     return abs(log(change.ratio)) if 0 < change.ratio < float("inf") else float("inf")
 
 
-def _names(cluster: Cluster) -> set[str]:
-    names, devices = set(_wires(cluster)), _devices(cluster)
-    for name, device in devices.items():
-        of = f"{name}: " if len(devices) > 1 else ""
+def _names(cluster: Cluster, alone: bool) -> set[str]:
+    """What a cluster has measured; with the device before it, unless ``alone``."""
+    names = set(_wires(cluster))
+    for name, device in _devices(cluster).items():
+        of = "" if alone else f"{name}: "
         names |= {of + curve for curve in _curve_prices(device)}
         names |= {of + time.signature for time in device.op_times}
         names |= {of + rate.label for rate in device.optimizers}

@@ -411,3 +411,7 @@ def test_the_only_devices_of_two_clusters_are_compared_whatever_their_names() ->
     assert "  NVIDIA H200 → NVIDIA H100 80GB HBM3, memory rate: 3.893 → 2.789 TB/s (-28.4 %)" in text.splitlines()
     assert "AdamW+fused, a tensor of 4 MB" in text
     assert "only before: NVIDIA" not in text
+    both = replace(h200, hosts=(*h200.hosts, *h100.hosts))
+    text = compare(h200, both)
+    assert "only before" not in text
+    assert "only after: NVIDIA H100 80GB HBM3: AdamW+fused" in text.splitlines()
