@@ -55,8 +55,6 @@ class Layering:
     floating: tuple[str, ...]
     #: the floating ops that depend on no input
     static: frozenset[str]
-    #: those of them that grow with the batch
-    growing: frozenset[str]
     #: the nodes through which gradients flow (``differentiable_nodes``)
     needs_grad: frozenset[str]
     #: the filter of strategies, which caches its results
@@ -87,6 +85,11 @@ class Layering:
                     seen.add(user)
                     stack.append(user)
         return sorted(layers)
+
+    @cached_property
+    def growing(self) -> frozenset[str]:
+        """The static ops that grow with the batch."""
+        return frozenset(name for name in self.static if any(dim is not None for dim in self.batch_dims[name]))
 
     @cached_property
     def of_stages(self) -> Layering:
@@ -140,16 +143,14 @@ def cluster_layers(graph: Graph, max_layers: int = 128, sequence: bool = False) 
         key = _class_key(capture, members, floating, crossing[index], crossing[index + 1])
         layers.append(Layer(names[index], tuple(n.name for n in members), key, float(sum(flops[first:end]))))
     order = tuple(node.name for node in graph.ops() if node.name in floating)
-    batch_dims = _batch_dims(capture)
     return Layering(
         tuple(layers),
         tuple(crossing),
         order,
         static,
-        frozenset(name for name in static if any(dim is not None for dim in batch_dims[name])),
         needs_grad,
         Pruner(_at_small_batch(capture), sequence),
-        batch_dims,
+        _batch_dims(capture),
         graph.batch,
     )
 
