@@ -328,6 +328,12 @@ class _Translator:
                 exported = [specs[alias] for alias in aliases if alias in specs]
                 persistent = kind == "parameter" or not self.names.transient.issuperset(aliases)
                 tensor = self.names.tensors[name]
+                read = any(self.nodes[spec.arg.name].users for spec in exported)
+                if tensor.layout != torch.strided and (persistent or read):
+                    raise CaptureError(
+                        f"parameters and buffers are dense tensors, but got {name}, which is {tensor.layout}; "
+                        "register its indices and its values as two buffers, or make it dense (to_dense)"
+                    )
                 grad = kind == "parameter" and tensor.requires_grad
                 self.tensors[name] = new = self.fx.placeholder(f"{kind[0]}_model_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}")
                 new.meta = {

@@ -41,6 +41,13 @@ def fake_inputs(
     paths, tree = pytree.tree_flatten_with_path((args, kwargs, targets))
     names = tuple(_source_name(path) for path, _ in paths)
     leaves = [leaf for _, leaf in paths]
+    for name, leaf in zip(names, leaves):
+        if isinstance(leaf, torch.Tensor) and (leaf.layout != torch.strided or leaf.is_nested):
+            what = "a nested tensor" if leaf.is_nested else f"a tensor of {leaf.layout}"
+            raise ValueError(
+                f"inputs are dense tensors, but got {name}, {what}; pass its indices or lengths and its values as two "
+                "tensors, or pad it"
+            )
     dims = _batch_dims(names, leaves, overrides)
 
     def fake(leaf: Any, dim: int | None) -> Any:

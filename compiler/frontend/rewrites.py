@@ -388,6 +388,16 @@ def even_bags(graph: Graph) -> None:
         outputs[0].replace_all_uses_with(bags)
 
 
+def make_gradients_dense(graph: Graph) -> None:
+    """Make the gradients of tables that ask for sparse ones (``nn.Embedding(sparse=True)``) dense, with equal values:
+    sums over devices and microbatches, and sharded optimizer states, are of dense tensors."""
+    tables = aten.embedding.default, aten.embedding_bag.default, aten.embedding_bag.padding_idx
+    for node in find_nodes(graph, *tables):
+        arguments = arguments_of(node)
+        if arguments["sparse"]:
+            node.args, node.kwargs = tuple((arguments | {"sparse": False}).values()), {}
+
+
 def merge_equal_ops(graph: Graph) -> None:
     """Replace floating ops (masks, positions: ``layers``) by earlier ones with the same arguments. Blocks that each
     make the same mask would keep a copy each for their backward."""
@@ -419,6 +429,7 @@ PASSES: tuple[Callable[[Graph], None], ...] = (
     split_cross_entropy,
     keep_loss_dims,
     split_batch_norm,
+    make_gradients_dense,
     even_bags,
     refuse_generators,
     spell_out_broadcasts,

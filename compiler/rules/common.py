@@ -21,7 +21,6 @@ __all__ = [
     "parts",
     "random_float",
     "replace_arguments",
-    "with_dense_gradient",
 ]
 
 #: of one operand or output: the dim that is cut, a pair of placements, or None for the default of ``cut``
@@ -90,12 +89,6 @@ def replace_arguments(node: Node, **changes: Any) -> tuple[Any, tuple[Any, ...],
         else:
             kwargs[name] = value
     return node.target, tuple(args), kwargs
-
-
-def with_dense_gradient(node: Node, labels: Sequence[str]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """(target, args, kwargs) of a table lookup whose gradient is dense where it is distributed."""
-    changes = {"sparse": False} if argument(node, "sparse") and set(labels) != {"whole"} else {}
-    return replace_arguments(node, **changes)
 
 
 def axes_of(labels: Sequence[str], *wanted: str) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from ..ir.graph import tensor_operands, types_of
 from ..ir.ops.local_ops import embedding_shard
 from . import register, whole
 from .base import FREE_GRAD, ROW, WHOLE, AxisChoice, Rule, shard
-from .common import argument, axes_of, cut, random_float, with_dense_gradient
+from .common import argument, axes_of, cut, random_float
 from .view import DimsRule, Track, nonnegative_dim, operand_shapes, tracks_except
 
 __all__ = ["EmbeddingRule"]
@@ -165,10 +165,10 @@ class EmbeddingRule(Rule):
     def localize(
         self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """``embedding_shard`` where rows are cut. Distributed gradients are dense."""
+        """``embedding_shard`` where rows are cut."""
         axes = axes_of(labels, "vocab")
         if not axes:
-            return with_dense_gradient(node, labels)
+            return super().localize(node, labels, mesh_shape)
         weight, index = tensor_operands(node)
         return embedding_shard, (weight, index, argument(node, "padding_idx"), False, False), {"vocab_axes": axes}
 

@@ -12,7 +12,7 @@ from ..ir.graph import tensor_operands, types_of
 from ..ir.ops.local_ops import embedding_bag_shard
 from . import register, whole
 from .base import WHOLE, AxisChoice, Rule
-from .common import Part, argument, axes_of, cut, parameters, replace_arguments, with_dense_gradient
+from .common import Part, argument, axes_of, cut, parameters, replace_arguments
 from .view import DimsRule, Track, operand_shapes
 
 __all__ = ["BagRule", "EvenBagRule", "RecurrentRule"]
@@ -96,10 +96,10 @@ class BagRule(Rule):
     def localize(
         self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """``embedding_bag_shard`` where rows are cut. Distributed gradients are dense."""
+        """``embedding_bag_shard`` where rows are cut."""
         axes = axes_of(labels, "vocab")
         if not axes:
-            return with_dense_gradient(node, labels)
+            return super().localize(node, labels, mesh_shape)
         names = ("weight", "indices", "offsets", "mode", "per_sample_weights", "include_last_offset")
         return embedding_bag_shard, tuple(argument(node, name) for name in names), {"vocab_axes": axes}
 

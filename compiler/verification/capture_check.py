@@ -205,7 +205,8 @@ def _run_backward(loss: Tensor) -> None:
 
 
 def _gradients(leaves: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-    return {name: x.grad for name, x in leaves.items() if x.requires_grad}
+    grads = {name: x.grad for name, x in leaves.items() if x.requires_grad}
+    return {name: x.to_dense() if x is not None and x.is_sparse else x for name, x in grads.items()}
 
 
 def _difference(runs: _Runs, dtype: torch.dtype | None) -> str:

@@ -77,6 +77,10 @@ def make_optimizer(factory: OptimizerFactory, parameters: Iterable[nn.Parameter]
             f"an optimizer must update each parameter by itself, but got {title}, which needs all of them at once; "
             "use SGD, Adam or AdamW"
         )
+    if "sparseadam" in names:
+        raise ValueError(
+            "all gradients are dense, but got SparseAdam, which takes sparse ones only; use Adam or Adagrad"
+        )
     sharded = sharded_parameters(plan)
     if sharded and any(word in name for name in names for word in _WHOLE_TENSOR):
         raise ValueError(

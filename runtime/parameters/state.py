@@ -68,11 +68,14 @@ class ModelInfo:
 
     @classmethod
     def of(cls, graph: Graph, model: nn.Module) -> ModelInfo:
-        """Every tensor of the model; those that the graph does not use come from the model itself."""
+        """Every tensor that programs or state dicts need; those that the graph does not have come from the model."""
         parameters: dict[str, ParameterInfo] = {}
         buffers: dict[str, BufferInfo] = {}
+        results = {result.name for result in graph.results}
         for node in graph.placeholders("parameter", "buffer"):
             source = node.meta["source"]
+            if not (node.users or source.persistent or source.name in results):
+                continue  # nothing needs its value
             if source.kind == "parameter":
                 parameters[source.name] = ParameterInfo(node.meta["type"], source.aliases, source.requires_grad)
             else:

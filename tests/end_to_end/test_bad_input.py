@@ -158,6 +158,10 @@ CASES: dict[str, tuple[Callable[[str], Any], str]] = {
     "missing input": (lambda _: bind().train_step(X), r"inputs args.0, args.1, but got args.0"),
     "no optimizer": (lambda _: bind(optimizer=None).train_step(X, Y), r"got none; pass optimizer="),
     "whole-model optimizer": (lambda _: bind(optimizer=torch.optim.LBFGS), r"LBFGS, which needs all of them"),
+    "sparse optimizer": (
+        lambda _: bind(optimizer=lambda ps: torch.optim.SparseAdam(list(ps))),
+        r"got SparseAdam.*Adagrad",
+    ),
     "whole-tensor optimizer": (
         lambda _: bind(optimizer=torch.optim.Adafactor, strategy="tp2"),
         r"Adafactor needs whole parameters",

@@ -48,6 +48,20 @@ class Rotary(nn.Module):
         return (self.last(torch.fft.irfft(spectrum, n=h.shape[1], dim=1)) - y).square().mean()
 
 
+class Sparse(nn.Module):
+    """Tables whose gradients are sparse, and a sparse buffer that training does not read, as in OpenAI's Whisper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.bags = nn.Embedding(32, 8, sparse=True), nn.EmbeddingBag(32, 8, sparse=True, mode="sum")
+        self.out = nn.Linear(8, 32)
+        self.register_buffer("heads", torch.ones(2, 2, dtype=torch.bool).to_sparse(), persistent=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.table(x) + self.bags(x).unsqueeze(1)
+        return nn.functional.cross_entropy(self.out(hidden).flatten(0, 1), y.flatten())
+
+
 def _series(model: nn.Module, batch: int, steps: int, channels: int) -> Case:
     generator = torch.Generator().manual_seed(1)
     return model, tuple(torch.randn(batch, steps, channels, generator=generator) for _ in range(2)), {}
@@ -123,6 +137,11 @@ def llama4(batch: int = 8) -> Case:
     )  # fmt: skip
 
 
+def sparse(batch: int = 8) -> Case:
+    generator = torch.Generator().manual_seed(1)
+    return _seeded(Sparse), tuple(torch.randint(0, 32, (batch, 8), generator=generator) for _ in range(2)), {}
+
+
 def jamba(batch: int = 8) -> Case:
     return _language(
         "JambaForCausalLM", "JambaConfig", batch, 40, num_hidden_layers=2, intermediate_size=64, num_experts=4,
@@ -132,5 +151,6 @@ def jamba(batch: int = 8) -> Case:
 
 
 SPECIAL: dict[str, Callable[..., Case]] = {
-    f.__name__: f for f in (assigning, rotary, recurrent, gated, gpt_oss, rwkv, deepseek, qwen3_next, llama4, jamba)
+    f.__name__: f
+    for f in (assigning, rotary, recurrent, gated, sparse, gpt_oss, rwkv, deepseek, qwen3_next, llama4, jamba)
 }

@@ -80,6 +80,18 @@ class Unregistered(nn.Module):
         return (x * self.weights[0]).mean()
 
 
+class Sparse(nn.Module):
+    """A sparse buffer that the forward reads, or one that is in the state dict."""
+
+    def __init__(self, read: bool) -> None:
+        super().__init__()
+        self.read = read
+        self.register_buffer("links", torch.eye(3).to_sparse(), persistent=not read)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(self.links, x.t()).mean() if self.read else x.mean()
+
+
 @pytest.mark.parametrize(
     ("model", "code", "advice"),
     [
@@ -106,11 +118,29 @@ def test_errors_name_the_line_and_the_change(model: nn.Module, code: str, advice
 
 @pytest.mark.parametrize(
     ("model", "words"),
-    [(Noise(), "random numbers are uniform"), (Mutates(), "args_0"), (Unregistered(), "nn.ParameterList")],
+    [
+        (Noise(), "random numbers are uniform"),
+        (Mutates(), "args_0"),
+        (Unregistered(), "nn.ParameterList"),
+        (Sparse(read=True), r"got links, which is torch.sparse_coo; .*to_dense"),
+        (Sparse(read=False), r"got links, which is torch.sparse_coo"),
+    ],
 )
 def test_other_refusals(model: nn.Module, words: str) -> None:
     with pytest.raises(CaptureError, match=words):
         capture(model, (torch.randn(4, 3),))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (torch.eye(4).to_sparse(), r"got args.0, a tensor of torch.sparse_coo"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), r"got args.0, a nested tensor; .*or pad it"),
+    ],
+)
+def test_inputs_are_dense(values: Tensor, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        capture(nn.Linear(4, 4), (values,))
 
 
 def test_failures_are_quiet(capfd: pytest.CaptureFixture[str]) -> None:
