@@ -105,6 +105,25 @@ def join_assignments(graph: Graph) -> None:
                 break
 
 
+def join_complex_assignments(graph: Graph) -> None:
+    """Replace assignments to slices of complex tensors, which have no derivative, by a ``cat`` of what is before, what
+    is assigned, and what is behind."""
+    for node in find_nodes(graph, aten.slice_scatter.default, aten.select_scatter.default):
+        kind, arguments, at = node.meta["type"], arguments_of(node), Insertion(graph, node)
+        if not kind.dtype.is_complex or arguments.get("step", 1) != 1:
+            continue
+        base, new, dim = arguments["self"], arguments["src"], arguments["dim"] % len(kind.shape)
+        extent = kind.shape[dim]
+        if node.target is aten.select_scatter.default:
+            start = arguments["index"] % extent
+            stop, new = start + 1, at(aten.unsqueeze.default, new, dim)
+        else:
+            start, stop, _ = slice(arguments["start"], arguments["end"]).indices(extent)
+        around = [at(aten.slice.Tensor, base, dim, a, b) if a < b else None for a, b in ((0, start), (stop, extent))]
+        pieces = [piece for piece in (around[0], new, around[1]) if piece is not None]
+        replace_node(graph, node, at(aten.cat.default, pieces, dim))
+
+
 def spell_out_broadcasts(graph: Graph) -> None:
     """Replace ``broadcast_tensors`` (the losses begin with it) by one expand per tensor that changes."""
     for node in find_nodes(graph, aten.broadcast_tensors.default):
@@ -418,6 +437,7 @@ PASSES: tuple[Callable[[Graph], None], ...] = (
     differentiate_assignments,
     drop_unused,
     join_assignments,
+    join_complex_assignments,
     drop_unused,
     drop_copies,
     route_dense_experts,

@@ -48,6 +48,24 @@ class Rotary(nn.Module):
         return (self.last(torch.fft.irfft(spectrum, n=h.shape[1], dim=1)) - y).square().mean()
 
 
+class Spectral(nn.Module):
+    """Fourier layers that assign what they keep to slices of zeros, as neural operators do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = (nn.Parameter(torch.randn(2, 16, 16, 2) / 4) for _ in range(2))
+        self.one = nn.Parameter(torch.randn(16) / 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        found = torch.fft.rfft(x.transpose(1, 2))
+        kept = torch.zeros_like(found)
+        for weight, part in ((self.low, slice(0, 2)), (self.high, slice(-2, None))):
+            weight = torch.view_as_complex(weight.permute(1, 2, 0, 3).contiguous())
+            kept[:, :, part] = torch.einsum("bim,iom->bom", found[:, :, part], weight)
+        kept[..., 2] = found[..., 2] * self.one
+        return (torch.fft.irfft(kept, n=x.shape[1]).transpose(1, 2) - y).square().mean()
+
+
 class Sparse(nn.Module):
     """Tables whose gradients are sparse, and a sparse buffer that training does not read, as in OpenAI's Whisper."""
 
@@ -137,6 +155,10 @@ def llama4(batch: int = 8) -> Case:
     )  # fmt: skip
 
 
+def spectral(batch: int = 8) -> Case:
+    return _series(_seeded(Spectral), batch, 12, 16)
+
+
 def sparse(batch: int = 8) -> Case:
     generator = torch.Generator().manual_seed(1)
     return _seeded(Sparse), tuple(torch.randint(0, 32, (batch, 8), generator=generator) for _ in range(2)), {}
@@ -152,5 +174,5 @@ def jamba(batch: int = 8) -> Case:
 
 SPECIAL: dict[str, Callable[..., Case]] = {
     f.__name__: f
-    for f in (assigning, rotary, recurrent, gated, sparse, gpt_oss, rwkv, deepseek, qwen3_next, llama4, jamba)
+    for f in (assigning, rotary, recurrent, gated, spectral, sparse, gpt_oss, rwkv, deepseek, qwen3_next, llama4, jamba)
 }
