@@ -22,6 +22,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
+import torch.fx._symbolic_trace as symbolic_trace
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -298,13 +299,17 @@ def _without_data(x: Tensor) -> Tensor:
 
 @contextmanager
 def not_exporting() -> Iterator[None]:
-    """Let the code take the way that it takes in training."""
+    """Let the code take the way that it takes in training, and modules be called as they are."""
     flags: Any = torch.compiler
+    module: Any = nn.Module
     before = flags._is_exporting_flag, flags._is_compiling_flag
+    traced = module.__call__, module.__getattr__
     flags._is_exporting_flag = flags._is_compiling_flag = False
+    module.__call__, module.__getattr__ = symbolic_trace._orig_module_call, symbolic_trace._orig_module_getattr
     try:
         yield
     finally:
+        module.__call__, module.__getattr__ = traced
         flags._is_exporting_flag, flags._is_compiling_flag = before
 
 

@@ -126,10 +126,11 @@ class Choice:
     def __init__(self, example: Example) -> None:
         self.example, model = example, example.model
         self.observed: dict[str, list[list[Tensor]]] = {}
-        self.paths = {id(module): path for path, module in model.named_modules() if path}
+        # by attributes: an export of a model with shared modules puts other objects that have them in place of modules
+        self.paths = {id(vars(module)): path for path, module in model.named_modules() if path}
         self.modules = {path: module for path, module in model.named_modules() if path}
         every = model.named_modules(remove_duplicate=False)
-        self.first = {path: self.paths[id(module)] for path, module in every if id(module) in self.paths}
+        self.first = {path: self.paths[id(vars(module))] for path, module in every if id(vars(module)) in self.paths}
         self.reasons = {path: _ASKED for path, module in self.modules.items() if getattr(module, MARK, False)}
         self.refused: dict[str, str] = {}
         self.original: CaptureError | None = None
@@ -177,13 +178,16 @@ class Choice:
         return CaptureError(f"{last}; nor can a submodule of it be one op: {why}"[:2000])
 
     def _running(self, error: Exception) -> str:
-        """The path of the innermost module whose forward raised; "" if that is the root's."""
+        """The path of the innermost module whose forward raised, or that called the Function which did; "" if that is
+        the root."""
         for link in _chain(error):
             running = ""
             for frame in _frames(link.__traceback__):
                 owner = frame.f_locals.get("self")
+                if isinstance(owner, CustomBackwards):
+                    break
                 if isinstance(owner, nn.Module):
-                    running = self.paths.get(id(owner), running)
+                    running = self.paths.get(id(vars(owner)), running)
             if running:
                 return running
         return ""
@@ -243,11 +247,11 @@ class OpaqueModules:
     def _lead(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def led(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            path = self.choice.paths.get(id(module))
+            path = self.choice.paths.get(id(vars(module)))
             traced = any(isinstance(x, FakeTensor) for x in pytree.tree_leaves((args, kwargs)))
             if path not in self.copies or not traced:
                 return forward(module, *args, **kwargs)
-            return self._record(path, module, args, kwargs)
+            return self._record(path, self.modules[path], args, kwargs)
 
         return led
 

@@ -62,6 +62,8 @@ def trained(middle: str, strategy: str | None, options: dict[str, Any]) -> Any:
         ("Longformer", "tp2", {}),
         ("Longformer", "pp2", {}),
         ("Placing", "dp2", {}),
+        ("Checkpointed", "dp2", {}),
+        ("Checkpointed", "pp2", {}),
     ],
 )
 def test_training_equals_the_users_model(ranks, middle: str, strategy: str | None, options: dict[str, Any]) -> None:
@@ -103,6 +105,17 @@ def test_a_mark_makes_an_op_and_changes_nothing_else() -> None:
     assert check_capture(model, graph, inputs, {}, (), None) == ""
     with pytest.raises(ValueError, match="takes a module, but got a function"):
         mw.opaque(batch)  # type: ignore[type-var]
+
+
+def test_it_is_found_where_a_module_has_two_names() -> None:
+    model, inputs = Model("Checkpointed"), batch()
+    graph = capture(model, inputs)
+    assert [node.meta["module"] for node in opaque_ops(graph)] == ["blocks.0.middle", "blocks.1.middle"]
+    assert check_capture(model, graph, inputs, {}, (), None) == ""
+    model.again = model.blocks[0]
+    mw.opaque(model.blocks[0].first)
+    found = [node.meta["module"] for node in opaque_ops(capture(model, inputs))]
+    assert found == ["blocks.0.first", "blocks.0.middle", "blocks.1.middle"]
 
 
 def test_the_smallest_submodule_is_an_op_and_its_reason_is_told() -> None:

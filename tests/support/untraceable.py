@@ -6,6 +6,8 @@ PYTEST_DONT_REWRITE: an assert of theirs is captured as it stands.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +45,36 @@ class Branch(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.wild(x).relu() if x.mean().item() > 0 else self.calm(x)
+
+
+class Again(torch.autograd.Function):
+    """A checkpoint as diffusion models have it: the function reads weights, which are arguments as well."""
+
+    @staticmethod
+    def forward(context: Any, function: Callable[[Tensor], Tensor], x: Tensor, *weights: Tensor) -> Tensor:
+        context.function, context.tensors = function, (x, *weights)
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        x, *weights = context.tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(True)
+            result = context.function(x.view_as(x))
+        return (None, *torch.autograd.grad(result, (x, *weights), gradient, allow_unused=True))
+
+
+class Checkpointed(nn.Module):
+    """A layer under a checkpoint of its own, and a module that has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.same = self.equal = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.same(Again.apply(lambda x: self.equal(self.linear(x)).relu(), x, *self.parameters()))
 
 
 class Noisy(nn.Module):
@@ -171,7 +203,8 @@ class Checked(nn.Module):
 MIDDLES = {
     kind.__name__: kind
     for kind in (
-        NaiveMixture, Branch, Noisy, Selected, Counting, Keeping, InPlace, Chance, Borrowing, Telling, nn.Identity,
+        NaiveMixture, Branch, Checkpointed, Noisy, Selected, Counting, Keeping, InPlace, Chance, Borrowing, Telling,
+        nn.Identity,
     )
 }  # fmt: skip
 
