@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Distribution
+from torch.func import functional_call
 from torch.nn import functional
 
 from ..errors import CaptureError
@@ -28,6 +29,7 @@ __all__ = [
     "fake_parameters",
     "model_settings",
     "no_idle_masks",
+    "run_with",
     "silence_torch",
     "tensor_names",
     "torch_settings",
@@ -49,6 +51,23 @@ def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
     finally:
         for module, mode in before:
             module.training = mode
+
+
+def run_with(model: nn.Module, tensors: Mapping[str, torch.Tensor], args: Any, kwargs: Any = None) -> Any:
+    """``model(*args, **kwargs)`` with these tensors in place of its own, by any name of each.
+
+    Each module is given its tensors once. ``functional_call`` gives a module that has several names its tensors by each
+    of them, and then takes the last ones given for the model's own: they stay in the model.
+    """
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    instead = {id(tensor): tensors[name] for name, tensor in named if name in tensors}
+    places = {
+        f"{path}.{name}" if path else name: instead[id(tensor)]
+        for path, module in model.named_modules()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if id(tensor) in instead
+    }
+    return functional_call(model, places, args, kwargs, tie_weights=False)
 
 
 @contextmanager

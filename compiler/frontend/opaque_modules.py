@@ -33,7 +33,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
@@ -45,6 +44,7 @@ from ..ir.opaque_module import MARK, ModuleCopy, OpaqueModule, seeded
 from ..ir.spec import Placement, R, S
 from ..rules.custom_function import batch_split
 from .custom_backward import CustomBackwards, is_literal, next_number
+from .fake_model import run_with
 from .long_loops import LongLoops, not_exporting
 
 __all__ = ["Choice", "Example", "OpaqueModules", "opaque"]
@@ -113,7 +113,7 @@ class Example:
                 args, kwargs = pytree.tree_unflatten(few, tree)
                 copied = {name: x.detach().clone() for name, x in state.items()}
                 with suppress(Exception):  # the user's code, at a batch that it was not written for
-                    functional_call(self.model, copied, args, kwargs)
+                    run_with(self.model, copied, args, kwargs)
         return calls
 
 

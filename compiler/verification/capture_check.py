@@ -19,12 +19,11 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from ..frontend.capture import loss_of
 from ..frontend.example_inputs import flat_inputs
-from ..frontend.fake_model import model_settings, silence_torch, training_mode
+from ..frontend.fake_model import model_settings, run_with, silence_torch, training_mode
 from ..frontend.random_ops import CountedDraws
 from ..ir.comm import Context, use_context
 from ..ir.graph import Graph, output_of
@@ -146,7 +145,7 @@ class _Pair:
         trained = _Trained(self.model, self.loss_fn)
         tensors = {f"model.{name}": x for name, x in {**leaves, **buffers}.items()}
         with training_mode(self.model, True), torch.compiler.set_stance("force_eager"), _NoDropout(), _counters():
-            loss = functional_call(trained, tensors, (args, kwargs, targets))
+            loss = run_with(trained, tensors, (args, kwargs, targets))
         return loss, _gradients(leaves)
 
 

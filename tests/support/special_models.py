@@ -66,6 +66,19 @@ class Spectral(nn.Module):
         return (torch.fft.irfft(kept, n=x.shape[1]).transpose(1, 2) - y).square().mean()
 
 
+class TwoNames(nn.Module):
+    """A layer that runs twice and is held by two names, as in MONAI's DynUNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first = nn.LayerNorm(16), nn.Linear(16, 16)
+        self.second = self.first
+        self.out = nn.Sequential(self.norm, nn.Linear(16, 16))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.out(self.second(torch.tanh(self.first(self.norm(x))))) - y).square().mean()
+
+
 class Sparse(nn.Module):
     """Tables whose gradients are sparse, and a sparse buffer that training does not read, as in OpenAI's Whisper."""
 
@@ -159,6 +172,10 @@ def spectral(batch: int = 8) -> Case:
     return _series(_seeded(Spectral), batch, 12, 16)
 
 
+def two_names(batch: int = 8) -> Case:
+    return _series(_seeded(TwoNames), batch, 8, 16)
+
+
 def sparse(batch: int = 8) -> Case:
     generator = torch.Generator().manual_seed(1)
     return _seeded(Sparse), tuple(torch.randint(0, 32, (batch, 8), generator=generator) for _ in range(2)), {}
@@ -174,5 +191,19 @@ def jamba(batch: int = 8) -> Case:
 
 SPECIAL: dict[str, Callable[..., Case]] = {
     f.__name__: f
-    for f in (assigning, rotary, recurrent, gated, spectral, sparse, gpt_oss, rwkv, deepseek, qwen3_next, llama4, jamba)
+    for f in (
+        assigning,
+        rotary,
+        recurrent,
+        gated,
+        spectral,
+        two_names,
+        sparse,
+        gpt_oss,
+        rwkv,
+        deepseek,
+        qwen3_next,
+        llama4,
+        jamba,
+    )
 }
