@@ -16,7 +16,7 @@ that the user wrote would silently be replaced. While ``CustomBackwards`` is act
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from ..errors import CaptureError
 from ..ir.custom_function import FUNCTION_OP, CustomFunction, forget_types, set_types
 from .source_errors import current_line_error
 
-__all__ = ["CustomBackwards", "is_literal", "next_number", "refuse_hooks"]
+__all__ = ["CustomBackwards", "Unchanged", "is_literal", "next_number", "refuse_hooks"]
 
 _NUMBERS = itertools.count()  # never twice: fake tensors remember what an op gave
 _LITERALS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
@@ -185,8 +185,8 @@ class CustomBackwards:
                 mode = FakeTensorMode(allow_non_fake_inputs=True)
                 with mode:
                     fakes = [_like(x) if isinstance(x, Tensor) else x for x in args]
-                versions = [x._version for x in fakes if isinstance(x, Tensor)]
-                with mode, _FunctionAudit(name, mode):
+                given = Unchanged([x for x in fakes if isinstance(x, Tensor)])
+                with mode, _FunctionAudit(name, mode, given):
                     returned: Any = kind.apply(*fakes)
                     several = returned if isinstance(returned, tuple | list) else (returned,)
                     outputs = [x for x in several if isinstance(x, Tensor)]
@@ -201,22 +201,49 @@ class CustomBackwards:
             raise current_line_error(
                 f"{name}: a Function that returns something else than tensors", "return tensors or None"
             )
-        if versions != [x._version for x in fakes if isinstance(x, Tensor)]:
+        if given.changed():
             raise current_line_error(
                 f"{name}: a Function that changes its argument in place", "let it work on a clone()"
             )
         return returned, outputs
 
 
+class Unchanged:
+    """A watch over tensors that code must not change, by ops that a dispatch mode tells of. Versions alone do not show
+    what is written through ``x.data``."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors, self.written = tensors, set[int]()
+        self.before = [(x._version, x.untyped_storage()._cdata) for x in tensors]
+
+    def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Take note of the tensors that an op writes to."""
+        if func._schema.is_mutable:
+            for place, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    value = args[place] if place < len(args) else kwargs.get(argument.name)
+                    tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
+                    self.written.update(x.untyped_storage()._cdata for x in tensors)
+
+    def changed(self) -> list[int]:
+        """The tensors that were changed, by their numbers."""
+        return [
+            number
+            for number, (x, (version, storage)) in enumerate(zip(self.tensors, self.before, strict=True))
+            if x._version != version or x.untyped_storage()._cdata != storage or storage in self.written
+        ]
+
+
 class _FunctionAudit(TorchDispatchMode):
     """A dispatch mode that refuses two kinds of ops inside a Function: random ones, which would draw other numbers
     where tensors are split, and reads of the model's tensors that are no arguments, which training would not update."""
 
-    def __init__(self, name: str, mode: FakeTensorMode) -> None:
+    def __init__(self, name: str, mode: FakeTensorMode, given: Unchanged) -> None:
         super().__init__()
-        self.name, self.mode = name, mode
+        self.name, self.mode, self.given = name, mode, given
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.given.note(func, args, kwargs or {})
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise current_line_error(
                 f"{self.name}: a Function that draws random numbers ({func})",

@@ -32,7 +32,7 @@ from torch.utils.flop_counter import flop_registry
 from ..ir.custom_function import FUNCTION_OP, set_types
 from ..ir.graph import PRIME
 from ..ir.long_loop import LoopFunction, LoopWork, ModuleCall
-from .custom_backward import CustomBackwards, is_literal, next_number
+from .custom_backward import CustomBackwards, Unchanged, is_literal, next_number
 from .source_errors import current_line_error
 
 __all__ = ["LONG", "LongLoops", "not_exporting"]
@@ -260,7 +260,7 @@ def _trial(function: Callable[..., Any], structure: Any, leaves: list[Any]) -> _
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         made = [_without_data(x) if isinstance(x, Tensor) else x for x in leaves]
     operands = [x for x in made if isinstance(x, Tensor)]
-    versions = [x._version for x in operands]
+    given = Unchanged(operands)
     own = {x.untyped_storage()._cdata: k for k, x in enumerate(operands)}
     kept: dict[int, Tensor] = {}  # the tensors stay alive, so that no other storage gets such an address
 
@@ -271,14 +271,14 @@ def _trial(function: Callable[..., Any], structure: Any, leaves: list[Any]) -> _
     try:
         with (
             _disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad(), not_exporting(),
-            torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), _Meter() as meter,
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), _Meter(given) as meter,
         ):  # fmt: skip
             returned = function(*args, **kwargs)
     except Exception:  # the user's code, on tensors that it was not written for
         return None
     flat, result_structure = pytree.tree_flatten(returned)
     outputs = [x for x in flat if isinstance(x, Tensor)]
-    if versions != [x._version for x in operands] or any(x.untyped_storage()._cdata in own for x in outputs):
+    if given.changed() or any(x.untyped_storage()._cdata in own for x in outputs):
         return None
     if not outputs or not all(isinstance(x, Tensor) or is_literal(x) for x in flat):
         return None
@@ -317,15 +317,16 @@ class _Meter(TorchDispatchMode):
     """A dispatch mode that counts FLOPs, one per element of an op that is no product, makes new tensors without data,
     and refuses what one op cannot represent. An op that has run on such tensors already does not run again."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: Unchanged) -> None:
         super().__init__()
-        self.flops = 0.0
+        self.given, self.flops = given, 0.0
         self.known: dict[Any, tuple[float, Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("meta")}
+        self.given.note(func, args, kwargs)
         if func.is_view or func._schema.is_mutable:
             return func(*args, **kwargs)
         key = func, *map(_signature, args), *map(_signature, kwargs.items())

@@ -43,7 +43,7 @@ from ..ir.long_loop import LoopWork
 from ..ir.opaque_module import MARK, ModuleCopy, OpaqueModule, seeded
 from ..ir.spec import Placement, R, S
 from ..rules.custom_function import batch_split
-from .custom_backward import CustomBackwards, is_literal, next_number
+from .custom_backward import CustomBackwards, Unchanged, is_literal, next_number
 from .fake_model import run_with
 from .long_loops import LongLoops, not_exporting
 
@@ -455,11 +455,11 @@ class _Trials:
         tensors = iter(given)
         leaves = [next(tensors) if isinstance(x, TensorType) else x for x in self._arguments(batch)]
         args, kwargs = pytree.tree_unflatten(leaves, self.arguments)
-        versions, state = [x._version for x in given], self._generators()
+        watch, state = Unchanged(given), self._generators()
         on: AbstractContextManager[Any] = torch.device("meta") if self.device.type == "meta" else nullcontext()
-        with on, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), _Audit(self.path) as audit:
+        with on, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), _Audit(self.path, watch) as audit:
             returned = self.module(*args, **kwargs)
-        self._refuse_changes(versions, [x._version for x in given])
+        self._refuse_changes(watch.changed())
         flat, structure = pytree.tree_flatten(returned)
         outputs = [x for x in flat if isinstance(x, Tensor)]
         if not outputs or not all(isinstance(x, Tensor) or is_literal(x) for x in flat):
@@ -479,8 +479,7 @@ class _Trials:
             states.append(torch.cuda.get_rng_state(self.device))
         return torch.cat(states)
 
-    def _refuse_changes(self, before: list[int], after: list[int]) -> None:
-        changed = [k for k, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+    def _refuse_changes(self, changed: list[int]) -> None:
         if not changed:
             return
         if changed[0] >= len(self.tensors):
@@ -568,14 +567,16 @@ class _Audit(TorchDispatchMode):
     """A dispatch mode that counts FLOPs, one per element of an op that is no product, notes random ops and values that
     Python takes, and refuses tensors of the model that are no operands."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, given: Unchanged) -> None:
         super().__init__()
+        self.given = given
         self.path, self.flops, self.draws, self.reads_values = path, 0.0, False, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(isinstance(x, FakeTensor | nn.Parameter) for x in pytree.tree_leaves((args, kwargs))):
             raise OpaqueError(self.path, "it reads a tensor of the model that is neither its own nor an argument")
+        self.given.note(func, args, kwargs)
         out = func(*args, **kwargs)
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         self.reads_values |= func is torch.ops.aten._local_scalar_dense.default or torch.Tag.data_dependent_output in (

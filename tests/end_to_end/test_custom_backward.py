@@ -76,6 +76,7 @@ def test_verify_compares_with_the_model() -> None:
         ("derivative", "torch.func.jvp"),
         ("noise", "random numbers"),
         ("dirty", "in place"),
+        ("behind", "in place"),
         ("module", "not its argument"),
     ],
 )

@@ -219,6 +219,7 @@ class Root(nn.Module):
     [
         ("Selected", r"'blocks\.0\.middle': its output 0 has a shape that depends on values"),
         ("Counting", r"'blocks\.0\.middle': it changes its tensor 'steps' in place"),
+        ("Averaging", r"'blocks\.0\.middle': it changes its tensor 'steps' in place"),
         ("Keeping", r"'blocks\.0\.middle': .*Keeping changes its attributes"),
         ("InPlace", r"'blocks\.0\.middle': it changes an argument in place"),
         ("Chance", r"'blocks\.0\.middle': it gives other values for the same inputs"),

@@ -107,6 +107,14 @@ class Counting(nn.Module):
         return x * (1 + self.steps.item())
 
 
+class Averaging(Counting):
+    """A buffer that forward updates behind autograd's back, as a codebook's averages are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps.data.lerp_(x.detach().mean(), 0.5)
+        return x * (1 + self.steps.item())
+
+
 class Keeping(nn.Module):
     """An attribute that forward sets."""
 
@@ -203,8 +211,8 @@ class Checked(nn.Module):
 MIDDLES = {
     kind.__name__: kind
     for kind in (
-        NaiveMixture, Branch, Checkpointed, Noisy, Selected, Counting, Keeping, InPlace, Chance, Borrowing, Telling,
-        nn.Identity,
+        NaiveMixture, Branch, Checkpointed, Noisy, Selected, Counting, Averaging, Keeping, InPlace, Chance, Borrowing,
+        Telling, nn.Identity,
     )
 }  # fmt: skip
 
