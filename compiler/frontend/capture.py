@@ -51,6 +51,7 @@ from .fake_model import (
     tensor_names,
     torch_settings,
     training_mode,
+    unchanged_attributes,
 )
 from .flex_attention import flex_attention_as_ops
 from .long_loops import LongLoops
@@ -132,7 +133,7 @@ def capture(
                 if hide:
                     blocks.hide()
                 try:
-                    with fake_parameters(model, fake_mode):
+                    with fake_parameters(model, fake_mode), unchanged_attributes(model):
                         wrapper.blocks = [blocks]
                         program = torch.export.export(
                             wrapper, (inputs.args, inputs.kwargs, inputs.targets), strict=False

@@ -8,6 +8,7 @@ import io
 import logging
 import sys
 import warnings
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ __all__ = [
     "tensor_names",
     "torch_settings",
     "training_mode",
+    "unchanged_attributes",
 ]
 
 
@@ -53,11 +55,40 @@ def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
             module.training = mode
 
 
+@contextmanager
+def unchanged_attributes(model: nn.Module) -> Iterator[None]:
+    """Undo what the code of the modules keeps in them, such as masks and positions that a first forward makes: in an
+    export they have no data. Of lists, dicts and sets the members are restored, too."""
+    tables = [vars(module) for module in model.modules()]
+    before = [{key: (value, _members(value)) for key, value in table.items()} for table in tables]
+    try:
+        yield
+    finally:
+        for table, attributes in zip(tables, before, strict=True):
+            for key in [key for key in table if key not in attributes]:
+                del table[key]
+            for key, (value, members) in attributes.items():
+                table[key] = value
+                if members is None:
+                    continue
+                value.clear()
+                if isinstance(value, list):
+                    value.extend(members)
+                else:
+                    value.update(members)
+
+
+def _members(value: Any) -> Any:
+    """A copy of a list, a dict or a set; None of anything else, types of the user's that are one included."""
+    return value.copy() if type(value) in (list, dict, set, OrderedDict, defaultdict) else None
+
+
 def run_with(model: nn.Module, tensors: Mapping[str, torch.Tensor], args: Any, kwargs: Any = None) -> Any:
     """``model(*args, **kwargs)`` with these tensors in place of its own, by any name of each.
 
     Each module is given its tensors once. ``functional_call`` gives a module that has several names its tensors by each
-    of them, and then takes the last ones given for the model's own: they stay in the model.
+    of them, and then takes the last ones given for the model's own: they stay in the model. Nor does what the forward
+    keeps (``unchanged_attributes``).
     """
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     instead = {id(tensor): tensors[name] for name, tensor in named if name in tensors}
@@ -67,7 +98,8 @@ def run_with(model: nn.Module, tensors: Mapping[str, torch.Tensor], args: Any, k
         for name, tensor in (*module._parameters.items(), *module._buffers.items())
         if id(tensor) in instead
     }
-    return functional_call(model, places, args, kwargs, tie_weights=False)
+    with unchanged_attributes(model):
+        return functional_call(model, places, args, kwargs, tie_weights=False)
 
 
 @contextmanager

@@ -1,0 +1,92 @@
+"""A capture and its check leave the user's model as it was: weights, caches that a forward makes, modules with two
+names."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.frontend.fake_model import run_with, unchanged_attributes
+from meshwright.compiler.verification.capture_check import check_capture
+from torch import Tensor, nn
+
+from tests.support.special_models import SPECIAL
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Caching(nn.Module):
+    """What it makes in a first forward it keeps: a buffer, an attribute, an entry of a dict and one of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.tables: dict[int, Tensor] = OrderedDict()
+        self.shapes: list[torch.Size] = []
+        self.calls = 0
+        self.register_buffer("mask", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        if self.mask is None:
+            self.register_buffer("mask", torch.ones(length, length).tril(), persistent=False)
+        if not hasattr(self, "places"):
+            self.places = torch.arange(length)
+        if length not in self.tables:
+            self.tables[length] = torch.ones(length)
+        self.shapes.append(x.shape)
+        self.calls += 1
+        return (self.mask @ self.linear(x) * (self.places + self.tables[length])[:, None]).square().mean()
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Caching(), Caching()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) + self.second(x) + self.first(2 * x)
+
+
+def test_what_a_forward_keeps_goes_with_the_capture() -> None:
+    model, x = Twice(), torch.randn(4, 3, 4)
+    before = [dict(vars(module)) for module in model.modules()]
+    graph = capture(model, (x,))
+    assert check_capture(model, graph, (x,), {}, (), None) == ""
+    assert [dict(vars(module)) for module in model.modules()] == before
+    assert not model.first.tables
+    assert not model.first.shapes
+    assert "mask" in model.first._non_persistent_buffers_set
+    first = model(x)
+    capture(model, (x,))  # now the caches have data
+    assert torch.equal(model(x), first)
+    assert type(model.first.mask) is Tensor
+
+
+def test_other_collections_are_left_alone() -> None:
+    class Frozen(dict[str, int]):
+        def clear(self) -> None:
+            raise AssertionError("it is frozen")
+
+    model = Caching()
+    model.frozen = Frozen(a=1)
+    with unchanged_attributes(model):
+        model.calls = 7
+        del model.shapes
+    assert model.calls == 0
+    assert model.shapes == []
+
+
+def test_a_module_with_two_names_gets_its_own_weights_back() -> None:
+    model, inputs, _ = SPECIAL["two_names"](8)
+    weight = model.first.weight
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    loss = model(*inputs)
+    zeros = run_with(model, {"second.weight": torch.zeros(16, 16), "out.0.bias": torch.ones(16)}, inputs)
+    assert not torch.equal(zeros, loss)
+    assert check_capture(model, capture(model, inputs), inputs, {}, (), None) == ""
+    assert model.first.weight is weight
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
