@@ -6,7 +6,8 @@
     python benchmarks/zoo.py --unet                 # seconds of planning a large one
     python benchmarks/zoo.py --resume               # what this commit has not measured yet
 
-Needs transformers, timm, diffusers, torchvision and pillow, and torchtitan for its two models (README.md). Each
+Needs transformers, timm, diffusers, torchvision and pillow, torchtitan for its two models, and for those of other
+projects what ``architectures/projects.py`` names (README.md). Each
 architecture is captured, planned for eight V100, and trained for three steps on two local ranks under dp2, tp2, pp2 and
 the automatic plan. Losses and every entry of ``full_state_dict`` are compared with those of the user's model under
 eager PyTorch.
@@ -27,6 +28,7 @@ import warnings
 
 import meshwright as mw
 import torch
+from architectures import projects
 from architectures.libraries import published_unet
 from architectures.measure import STRATEGIES, TARGET, Outcome, dumped, forked_measure, parsed
 from architectures.page import PAGE, page, records
@@ -49,8 +51,10 @@ def main() -> int:
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     every = architectures()
-    if not FOUND:
-        print(f"torchtitan's models are left out: {NEEDED}", file=sys.stderr)
+    absent = {} if FOUND else {"torchtitan": NEEDED}
+    absent |= {} if projects.FOUND else {"projects": projects.NEEDED}
+    for family, needed in absent.items():
+        print(f"the models of {family} are left out: {needed}", file=sys.stderr)
     if unknown := sorted(set(options.only or ()) - set(every)):
         parser.error(f"no architecture is called {', '.join(unknown)}")
     if options.unet:
@@ -66,7 +70,7 @@ def main() -> int:
         if (not options.only or one.name in options.only)
         and (not options.family or one.family in options.family)
         and not (options.resume and one.name in journal and journal[one.name].commit == commit)
-        and (FOUND or one.family != "torchtitan")
+        and one.family not in absent
     ]
     if not options.page:
         torch.set_num_threads(1)

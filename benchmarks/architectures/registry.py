@@ -23,9 +23,10 @@ __all__ = [
 BATCH, TOKENS, VOCABULARY = 8, 32, 512
 
 #: families of architectures, in the order of the table
-FAMILIES = ("transformers", "timm", "diffusers", "torchvision", "torchtitan", "handwritten")
+FAMILIES = ("transformers", "timm", "diffusers", "torchvision", "torchtitan", "projects", "handwritten")
 MODULES = (
-    "decoders", "encoders", "vision", "modalities", "libraries", "torchtitan_models", "recurrent", "scientific"
+    "decoders", "encoders", "vision", "modalities", "libraries", "torchtitan_models", "projects", "recurrent",
+    "scientific",
 )  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def capture(
                 if hide:
                     blocks.hide()
                 try:
-                    with fake_parameters(model, fake_mode), unchanged_attributes(model):
+                    with fake_parameters(model, fake_mode), unchanged_attributes(model, without_data=True):
                         wrapper.blocks = [blocks]
                         program = torch.export.export(
                             wrapper, (inputs.args, inputs.kwargs, inputs.targets), strict=False

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
 from torch.func import functional_call
 from torch.nn import functional
@@ -56,15 +57,21 @@ def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 @contextmanager
-def unchanged_attributes(model: nn.Module) -> Iterator[None]:
-    """Undo what the code of the modules keeps in them, such as masks and positions that a first forward makes: in an
-    export they have no data. Of lists, dicts and sets the members are restored, too."""
+def unchanged_attributes(model: nn.Module, without_data: bool = False) -> Iterator[None]:
+    """Undo what the code of the modules keeps in them, such as masks and positions that a first forward makes. Of
+    lists, dicts and sets the members are restored, too.
+
+    without_data: only in modules that keep a tensor without data, which an export makes; what others do once, such as
+    to install hooks, stays done.
+    """
     tables = [vars(module) for module in model.modules()]
     before = [{key: (value, _members(value)) for key, value in table.items()} for table in tables]
     try:
         yield
     finally:
         for table, attributes in zip(tables, before, strict=True):
+            if without_data and not any(isinstance(x, FakeTensor) for x in pytree.tree_leaves(_new(table, attributes))):
+                continue
             for key in [key for key in table if key not in attributes]:
                 del table[key]
             for key, (value, members) in attributes.items():
@@ -76,6 +83,20 @@ def unchanged_attributes(model: nn.Module) -> Iterator[None]:
                     value.extend(members)
                 else:
                     value.update(members)
+
+
+def _new(table: Mapping[str, Any], attributes: Mapping[str, tuple[Any, Any]]) -> list[Any]:
+    """What is in the attributes that was not there before."""
+    found = []
+    for key, value in table.items():
+        old, members = attributes.get(key, (None, None))
+        if value is not old:
+            found.append(value)
+        elif members is not None:
+            now, then = (list(x.values()) if isinstance(x, dict) else list(x) for x in (value, members))
+            known = set(map(id, then))
+            found += [member for member in now if id(member) not in known]
+    return found
 
 
 def _members(value: Any) -> Any:
