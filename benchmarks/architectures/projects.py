@@ -143,7 +143,7 @@ def _whisper() -> Case:
     sizes |= {"n_text_ctx": TOKENS, "n_text_state": WIDTH, "n_text_head": 4, "n_text_layer": 1}
     net = _of("whisper.model", "Whisper")(_of("whisper.model", "ModelDimensions")(16, n_vocab=VOCABULARY, **sizes))
     ids = tokens()
-    return Case(net, (torch.randn(BATCH, 16, 32), ids), {}, (ids,), _cross_entropy)
+    return Case(net, (torch.randn(BATCH, 16, 32), ids), {}, (ids.roll(-1, 1),), _cross_entropy)
 
 
 def _clip() -> Case:
