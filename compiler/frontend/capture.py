@@ -44,6 +44,7 @@ from .decompose import decompose_program
 from .example_inputs import Inputs, fake_inputs
 from .fake_model import (
     Names,
+    assigned_buffers,
     fake_parameters,
     model_settings,
     no_idle_masks,
@@ -135,9 +136,10 @@ def capture(
                 try:
                     with fake_parameters(model, fake_mode), unchanged_attributes(model, without_data=True):
                         wrapper.blocks = [blocks]
-                        program = torch.export.export(
-                            wrapper, (inputs.args, inputs.kwargs, inputs.targets), strict=False
-                        )
+                        with assigned_buffers():
+                            program = torch.export.export(
+                                wrapper, (inputs.args, inputs.kwargs, inputs.targets), strict=False
+                            )
                         _inline_regions(program.graph_module, detach=training)
                         program = decompose_program(program)
                 except Exception as error:

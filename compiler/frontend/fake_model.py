@@ -28,6 +28,7 @@ from ..ir.ops.experts import EXPERTS_NAME, register_experts
 
 __all__ = [
     "Names",
+    "assigned_buffers",
     "fake_parameters",
     "model_settings",
     "no_idle_masks",
@@ -54,6 +55,28 @@ def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
     finally:
         for module, mode in before:
             module.training = mode
+
+
+@contextmanager
+def assigned_buffers() -> Iterator[None]:
+    """Let a buffer that is assigned to in an export (``self.mean = …``) be changed in place, which an export sees,
+    where the assigned tensor is of its type."""
+    module: Any = nn.Module
+    assign = module.__setattr__
+
+    def assign_or_copy(owner: nn.Module, name: str, value: Any) -> None:
+        old = vars(owner).get("_buffers", {}).get(name)
+        alike = isinstance(old, FakeTensor) and isinstance(value, torch.Tensor) and value is not old
+        if alike and (old.shape, old.dtype) == (value.shape, value.dtype):
+            old.copy_(value)
+        else:
+            assign(owner, name, value)
+
+    module.__setattr__ = assign_or_copy
+    try:
+        yield
+    finally:
+        module.__setattr__ = assign
 
 
 @contextmanager
@@ -108,8 +131,7 @@ def run_with(model: nn.Module, tensors: Mapping[str, torch.Tensor], args: Any, k
     """``model(*args, **kwargs)`` with these tensors in place of its own, by any name of each.
 
     Each module is given its tensors once. ``functional_call`` gives a module that has several names its tensors by each
-    of them, and then takes the last ones given for the model's own: they stay in the model. Nor does what the forward
-    keeps (``unchanged_attributes``).
+    of them, and then takes the last ones given for the model's own: they stay in the model.
     """
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     instead = {id(tensor): tensors[name] for name, tensor in named if name in tensors}
@@ -119,8 +141,7 @@ def run_with(model: nn.Module, tensors: Mapping[str, torch.Tensor], args: Any, k
         for name, tensor in (*module._parameters.items(), *module._buffers.items())
         if id(tensor) in instead
     }
-    with unchanged_attributes(model):
-        return functional_call(model, places, args, kwargs, tie_weights=False)
+    return functional_call(model, places, args, kwargs, tie_weights=False)
 
 
 @contextmanager

@@ -44,7 +44,7 @@ from ..ir.opaque_module import MARK, ModuleCopy, OpaqueModule, seeded
 from ..ir.spec import Placement, R, S
 from ..rules.custom_function import batch_split
 from .custom_backward import CustomBackwards, Unchanged, is_literal, next_number
-from .fake_model import run_with
+from .fake_model import run_with, unchanged_attributes
 from .long_loops import LongLoops, not_exporting
 
 __all__ = ["Choice", "Example", "OpaqueModules", "opaque"]
@@ -112,7 +112,8 @@ class Example:
                 ]
                 args, kwargs = pytree.tree_unflatten(few, tree)
                 copied = {name: x.detach().clone() for name, x in state.items()}
-                with suppress(Exception):  # the user's code, at a batch that it was not written for
+                # the user's code, at a batch that it was not written for
+                with suppress(Exception), unchanged_attributes(self.model):
                     run_with(self.model, copied, args, kwargs)
         return calls
 

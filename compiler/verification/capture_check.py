@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from math import isfinite
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..frontend.capture import loss_of
 from ..frontend.example_inputs import flat_inputs
-from ..frontend.fake_model import model_settings, run_with, silence_torch, training_mode
+from ..frontend.fake_model import model_settings, run_with, silence_torch, training_mode, unchanged_attributes
 from ..frontend.random_ops import CountedDraws
 from ..ir.comm import Context, use_context
 from ..ir.graph import Graph, output_of
@@ -39,6 +40,7 @@ __all__ = ["check_capture", "is_cheap"]
 SIZES = (2, 4, 8, 16)  # batches to try, the first that the graph and the model can be run at counts
 #: largest difference of a gradient, as a share of its norm; by the narrowest dtype of the parameters
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+SAME_LOSS = 1e-5  # relative difference of the losses of two runs of a model
 FLOOR = 1e-5  # of the largest gradient's norm: below it a gradient is rounding
 SECONDS_PER_OP = 2e-4  # assumed, of a forward and a backward by both
 SECONDS = 1.0  # what a check may take where nobody asked for it
@@ -91,6 +93,14 @@ def check_capture(
             "chance or a state outside of the model decides); move it out of forward, or pass check_capture=False if "
             "the difference is meant"
         )
+    first, second = run.losses
+    if isfinite(first) and abs(first - second) > SAME_LOSS * max(abs(first), 1e-6):
+        raise ValueError(
+            f"a forward follows from its inputs, weights and buffers, but got {first:.6g} as the loss of one and "
+            f"{second:.6g} of the next with the same ones: the model keeps a state in attributes that are no buffers, "
+            "or draws numbers outside of PyTorch, of which a capture knows the first value only; register a buffer, or "
+            "pass check_capture=False if that value is meant"
+        )
     return ""
 
 
@@ -106,6 +116,8 @@ class _Pair:
     ) -> None:
         self.model, self.graph, self.inputs, self.loss_fn = model, graph, inputs, loss_fn
         self.leaves, self.tree = leaves, tree
+        #: of two runs of the model, one behind the other
+        self.losses = 0.0, 0.0
 
     def at_some_size(self, dtype: torch.dtype | None) -> _Runs:
         """The loss and the gradients of both, at the first batch at which both run."""
@@ -141,24 +153,36 @@ class _Pair:
         self, leaves: dict[str, Tensor], buffers: dict[str, Tensor], batch: Mapping[str, Tensor]
     ) -> _Gradients:
         given = [batch.get(name, leaf) for name, leaf in zip(self.inputs, self.leaves, strict=True)]
-        args, kwargs, targets = pytree.tree_unflatten(given, self.tree)
-        trained = _Trained(self.model, self.loss_fn)
-        tensors = {f"model.{name}": x for name, x in {**leaves, **buffers}.items()}
-        with training_mode(self.model, True), torch.compiler.set_stance("force_eager"), _NoDropout(), _counters():
-            loss = run_with(trained, tensors, (args, kwargs, targets))
+
+        def run(backward: bool) -> Tensor:
+            tensors = leaves | {name: x.clone() for name, x in buffers.items()}
+            named = {f"model.{name}": x for name, x in tensors.items()}
+            with _NoDropout(), _counters():
+                trained = _Trained(self.model, self.loss_fn, backward)
+                loss: Tensor = run_with(trained, named, pytree.tree_unflatten(given, self.tree))
+            return loss
+
+        with (
+            training_mode(self.model, True), torch.compiler.set_stance("force_eager"),
+            unchanged_attributes(self.model),
+        ):  # fmt: skip
+            loss = run(backward=True)
+            self.losses = float(loss), float(run(backward=False))
         return loss, _gradients(leaves)
 
 
 class _Trained(nn.Module):
     """A model, its loss and its backward: what is computed again in the backward needs the same tensors."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor] | None, backward: bool) -> None:
         super().__init__()
+        self.backward = backward
         self.model, self.loss_fn = model, [loss_fn]  # in a list: a loss that is a module is none of the model's
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any, ...]) -> Tensor:
         loss: Tensor = loss_of(self.model(*args, **kwargs), targets, self.loss_fn[0])
-        _run_backward(loss)
+        if self.backward:
+            _run_backward(loss)
         return loss.detach()
 
 

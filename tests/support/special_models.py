@@ -79,6 +79,22 @@ class TwoNames(nn.Module):
         return (self.out(self.second(torch.tanh(self.first(self.norm(x))))) - y).square().mean()
 
 
+class Averaging(nn.Module):
+    """Buffers that the forward assigns to: a running mean, which the loss depends on, and a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+        self.steps = self.steps + 1
+        return (self.second(hidden - self.mean / self.steps) - y).square().mean()
+
+
 class Sparse(nn.Module):
     """Tables whose gradients are sparse, and a sparse buffer that training does not read, as in OpenAI's Whisper."""
 
@@ -176,6 +192,10 @@ def two_names(batch: int = 8) -> Case:
     return _series(_seeded(TwoNames), batch, 8, 16)
 
 
+def averaging(batch: int = 8) -> Case:
+    return _series(_seeded(Averaging), batch, 8, 16)
+
+
 def sparse(batch: int = 8) -> Case:
     generator = torch.Generator().manual_seed(1)
     return _seeded(Sparse), tuple(torch.randint(0, 32, (batch, 8), generator=generator) for _ in range(2)), {}
@@ -189,21 +209,8 @@ def jamba(batch: int = 8) -> Case:
     )  # fmt: skip
 
 
-SPECIAL: dict[str, Callable[..., Case]] = {
-    f.__name__: f
-    for f in (
-        assigning,
-        rotary,
-        recurrent,
-        gated,
-        spectral,
-        two_names,
-        sparse,
-        gpt_oss,
-        rwkv,
-        deepseek,
-        qwen3_next,
-        llama4,
-        jamba,
-    )
-}
+_MAKERS = (
+    assigning, rotary, recurrent, gated, spectral, two_names, averaging, sparse, gpt_oss, rwkv, deepseek, qwen3_next,
+    llama4, jamba,
+)  # fmt: skip
+SPECIAL: dict[str, Callable[..., Case]] = {maker.__name__: maker for maker in _MAKERS}

@@ -79,6 +79,38 @@ def test_other_collections_are_left_alone() -> None:
     assert model.shapes == []
 
 
+class Stateful(nn.Module):
+    """A forward that goes by what the one before has left."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(4, 4), kind
+        self.value: object = {"tensor": torch.zeros(()), "number": 0}.get(kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        before = 0.0 if self.value is None or self.kind == "auxiliary" else self.value
+        if self.kind != "auxiliary":
+            self.value = before + (1 if self.kind == "number" else x.detach().mean())
+        loss = (hidden * (1 + before)).square().mean()
+        if self.kind == "auxiliary":
+            self.value = hidden.abs().mean()
+            loss = loss + self.value
+        return loss
+
+
+@pytest.mark.parametrize("kind", ["tensor", "number", "none"])
+def test_a_state_outside_of_buffers_is_refused(kind: str) -> None:
+    model, x = Stateful(kind), torch.rand(4, 4)
+    with pytest.raises(ValueError, match=r"as the loss of one and .* of the next .*register a buffer"):
+        check_capture(model, capture(model, (x,)), (x,), {}, (), None)
+
+
+def test_what_a_forward_tells_itself_is_no_state() -> None:
+    model, x = Stateful("auxiliary"), torch.rand(4, 4)
+    assert check_capture(model, capture(model, (x,)), (x,), {}, (), None) == ""
+
+
 def test_a_module_with_two_names_gets_its_own_weights_back() -> None:
     model, inputs, _ = SPECIAL["two_names"](8)
     weight = model.first.weight
