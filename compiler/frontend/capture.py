@@ -44,7 +44,7 @@ from .decompose import decompose_program
 from .example_inputs import Inputs, fake_inputs
 from .fake_model import (
     Names,
-    assigned_buffers,
+    assigned_tensors,
     fake_parameters,
     model_settings,
     no_idle_masks,
@@ -136,12 +136,13 @@ def capture(
                 try:
                     with fake_parameters(model, fake_mode), unchanged_attributes(model, without_data=True):
                         wrapper.blocks = [blocks]
-                        with assigned_buffers():
+                        with assigned_tensors() as replaced:
                             program = torch.export.export(
                                 wrapper, (inputs.args, inputs.kwargs, inputs.targets), strict=False
                             )
                         _inline_regions(program.graph_module, detach=training)
                         program = decompose_program(program)
+                        _refuse_state(program.constants, replaced)
                 except Exception as error:
                     if blocks.hidden:
                         hide = False  # the error may come from tensors that were hidden: try again with all of them
@@ -505,6 +506,17 @@ class _Translator:
         place = {name: index for index, name in enumerate(self.names.buffers)}
         changed = [("buffer", name, node) for name, node in sorted(updates, key=lambda update: place[update[0]])]
         return results + changed if self.wants_loss or not self.training else results
+
+
+def _refuse_state(constants: Mapping[str, Any], replaced: Sequence[torch.Tensor]) -> None:
+    """Raise CaptureError if the forward replaces a tensor that it reads: a state, of which a capture knows the first
+    value only."""
+    for name, value in constants.items():
+        if any(value is one for one in replaced):
+            raise CaptureError(
+                f"a state is in buffers, but got {_unwrapped(name)!r}, an attribute that forward reads and replaces; "
+                "make it a buffer (register_buffer)"
+            )
 
 
 def _unwrapped(name: str) -> str:

@@ -28,7 +28,7 @@ from ..ir.ops.experts import EXPERTS_NAME, register_experts
 
 __all__ = [
     "Names",
-    "assigned_buffers",
+    "assigned_tensors",
     "fake_parameters",
     "model_settings",
     "no_idle_masks",
@@ -58,23 +58,25 @@ def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 @contextmanager
-def assigned_buffers() -> Iterator[None]:
-    """Let a buffer that is assigned to in an export (``self.mean = …``) be changed in place, which an export sees,
-    where the assigned tensor is of its type."""
+def assigned_tensors() -> Iterator[list[torch.Tensor]]:
+    """The tensors of other attributes than buffers that an export replaces. A buffer that is assigned to
+    (``self.mean = …``) is changed in place, which an export sees, where the assigned tensor is of its type."""
     module: Any = nn.Module
-    assign = module.__setattr__
+    assign, replaced = module.__setattr__, list[torch.Tensor]()
 
     def assign_or_copy(owner: nn.Module, name: str, value: Any) -> None:
         old = vars(owner).get("_buffers", {}).get(name)
         alike = isinstance(old, FakeTensor) and isinstance(value, torch.Tensor) and value is not old
         if alike and (old.shape, old.dtype) == (value.shape, value.dtype):
             old.copy_(value)
-        else:
-            assign(owner, name, value)
+            return
+        if isinstance(before := vars(owner).get(name), torch.Tensor) and isinstance(value, FakeTensor):
+            replaced.append(before)
+        assign(owner, name, value)
 
     module.__setattr__ = assign_or_copy
     try:
-        yield
+        yield replaced
     finally:
         module.__setattr__ = assign
 

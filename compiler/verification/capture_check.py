@@ -40,7 +40,7 @@ __all__ = ["check_capture", "is_cheap"]
 SIZES = (2, 4, 8, 16)  # batches to try, the first that the graph and the model can be run at counts
 #: largest difference of a gradient, as a share of its norm; by the narrowest dtype of the parameters
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-SAME_LOSS = 1e-5  # relative difference of the losses of two runs of a model
+SAME_LOSS = 1e-6  # relative difference of the losses of two runs of a model
 FLOOR = 1e-5  # of the largest gradient's norm: below it a gradient is rounding
 SECONDS_PER_OP = 2e-4  # assumed, of a forward and a backward by both
 SECONDS = 1.0  # what a check may take where nobody asked for it

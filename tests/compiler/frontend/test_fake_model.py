@@ -7,6 +7,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from meshwright.compiler.errors import CaptureError
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.fake_model import run_with, unchanged_attributes
 from meshwright.compiler.verification.capture_check import check_capture
@@ -99,7 +100,12 @@ class Stateful(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("kind", ["tensor", "number", "none"])
+def test_a_tensor_that_a_forward_replaces_is_refused_by_name() -> None:
+    with pytest.raises(CaptureError, match=r"'1\.value', an attribute that forward reads and replaces"):
+        capture(nn.Sequential(nn.Linear(4, 4), Stateful("tensor")), (torch.rand(4, 4),))
+
+
+@pytest.mark.parametrize("kind", ["number", "none"])
 def test_a_state_outside_of_buffers_is_refused(kind: str) -> None:
     model, x = Stateful(kind), torch.rand(4, 4)
     with pytest.raises(ValueError, match=r"as the loss of one and .* of the next .*register a buffer"):
