@@ -48,6 +48,7 @@ from .fake_model import (
     fake_parameters,
     model_settings,
     no_idle_masks,
+    refuse_shared_memory,
     silence_torch,
     tensor_names,
     torch_settings,
@@ -143,6 +144,7 @@ def capture(
                         _inline_regions(program.graph_module, detach=training)
                         program = decompose_program(program)
                         _refuse_state(program.constants, replaced)
+                        refuse_shared_memory(names.tensors | _attributes(program.constants))
                 except Exception as error:
                     if blocks.hidden:
                         hide = False  # the error may come from tensors that were hidden: try again with all of them
@@ -517,6 +519,11 @@ def _refuse_state(constants: Mapping[str, Any], replaced: Sequence[torch.Tensor]
                 f"a state is in buffers, but got {_unwrapped(name)!r}, an attribute that forward reads and replaces; "
                 "make it a buffer (register_buffer)"
             )
+
+
+def _attributes(constants: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors among the constants of a program."""
+    return {_unwrapped(name): value for name, value in constants.items() if isinstance(value, torch.Tensor)}
 
 
 def _unwrapped(name: str) -> str:

@@ -32,6 +32,7 @@ __all__ = [
     "fake_parameters",
     "model_settings",
     "no_idle_masks",
+    "refuse_shared_memory",
     "run_with",
     "silence_torch",
     "tensor_names",
@@ -268,7 +269,7 @@ class Names:
 
 
 def tensor_names(model: nn.Module) -> Names:
-    """The names of all parameters and buffers of ``model``."""
+    """The names of all parameters and buffers of ``model``. CaptureError if one has no shape yet."""
     transient = {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules(remove_duplicate=False)
@@ -281,10 +282,37 @@ def tensor_names(model: nn.Module) -> Names:
     ):
         first: dict[int, str] = {}
         for name, tensor in named:
+            if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+                raise CaptureError(
+                    f"weights have shapes, but got {name!r} of a lazy module; call the model once on a batch before"
+                )
             names.first[name] = first.setdefault(id(tensor), name)
             table.setdefault(first[id(tensor)], []).append(name)
             names.tensors[first[id(tensor)]] = tensor
     return names
+
+
+def refuse_shared_memory(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise CaptureError if a trained one of these tensors lies in the memory of another one: in eager PyTorch a step
+    changes both, in a plan each is a tensor of its own."""
+    spans: defaultdict[int, list[tuple[int, int, bool, str]]] = defaultdict(list)
+    for name, x in tensors.items():
+        if x.layout == torch.strided and x.numel() and not isinstance(x, FakeTensor):
+            begin = x.storage_offset() * x.itemsize
+            extent = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 1
+            spans[x.untyped_storage()._cdata].append((begin, begin + extent * x.itemsize, x.requires_grad, name))
+    for held in spans.values():
+        any_end, trained_end = (0, ""), (0, "")  # the furthest so far
+        for begin, end, trained, name in sorted(held):
+            until, other = any_end if trained else trained_end
+            if begin < until:
+                raise CaptureError(
+                    f"each weight has memory of its own, but got {name!r} in that of {other!r}; tie two weights as one "
+                    "Parameter under two names, and clone() what is to keep its value"
+                )
+            any_end = max(any_end, (end, name))
+            if trained:
+                trained_end = max(trained_end, (end, name))
 
 
 @contextmanager

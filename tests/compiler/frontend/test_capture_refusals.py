@@ -92,6 +92,23 @@ class Sparse(nn.Module):
         return torch.sparse.mm(self.links, x.t()).mean() if self.read else x.mean()
 
 
+class Aliased(nn.Module):
+    """A weight, and another tensor in its memory."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.value = self.first.weight.detach() if kind == "value" else torch.zeros(3, 3)
+        if kind == "weight":
+            self.second.weight.data = self.first.weight.data
+        if kind == "parts":  # which do not overlap
+            flat = torch.randn(2, 3, 3)
+            self.first.weight, self.second.weight = (nn.Parameter(part) for part in flat)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.second(self.first(x)) @ self.value).mean()
+
+
 @pytest.mark.parametrize(
     ("model", "code", "advice"),
     [
@@ -122,6 +139,9 @@ def test_errors_name_the_line_and_the_change(model: nn.Module, code: str, advice
         (Noise(), "random numbers are uniform"),
         (Mutates(), "args_0"),
         (Unregistered(), "nn.ParameterList"),
+        (Aliased("weight"), r"each weight has memory of its own, but got 'second\.weight' in that of 'first\.weight'"),
+        (Aliased("value"), r"each weight has memory of its own, but got 'first\.weight' in that of 'value'"),
+        (nn.Sequential(nn.LazyLinear(3)), r"got '0\.weight' of a lazy module; call the model once"),
         (Sparse(read=True), r"got links, which is torch.sparse_coo; .*to_dense"),
         (Sparse(read=False), r"got links, which is torch.sparse_coo"),
     ],
@@ -141,6 +161,10 @@ def test_other_refusals(model: nn.Module, words: str) -> None:
 def test_inputs_are_dense(values: Tensor, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         capture(nn.Linear(4, 4), (values,))
+
+
+def test_weights_may_be_parts_of_one_tensor() -> None:
+    capture(Aliased("parts"), (torch.randn(4, 3),))
 
 
 def test_failures_are_quiet(capfd: pytest.CaptureFixture[str]) -> None:
