@@ -282,7 +282,7 @@ def tensor_names(model: nn.Module) -> Names:
     ):
         first: dict[int, str] = {}
         for name, tensor in named:
-            if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            if nn.parameter.is_lazy(tensor):
                 raise CaptureError(
                     f"weights have shapes, but got {name!r} of a lazy module; call the model once on a batch before"
                 )
@@ -298,8 +298,8 @@ def refuse_shared_memory(tensors: Mapping[str, torch.Tensor]) -> None:
     spans: defaultdict[int, list[tuple[int, int, bool, str]]] = defaultdict(list)
     for name, x in tensors.items():
         if x.layout == torch.strided and x.numel() and not isinstance(x, FakeTensor):
-            begin = x.storage_offset() * x.itemsize
-            extent = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 1
+            begin = int(x.storage_offset()) * x.itemsize
+            extent = sum((size - 1) * int(stride) for size, stride in zip(x.shape, x.stride())) + 1
             spans[x.untyped_storage()._cdata].append((begin, begin + extent * x.itemsize, x.requires_grad, name))
     for held in spans.values():
         any_end, trained_end = (0, ""), (0, "")  # the furthest so far
