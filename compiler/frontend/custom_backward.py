@@ -7,7 +7,7 @@ that the user wrote would silently be replaced. While ``CustomBackwards`` is act
   backward. The ``forward`` of every existing subclass is replaced by one that calls ``_record``, since user code may
   have bound ``apply`` before; ``Function.apply`` finds classes that the model's forward defines.
 - ``torch.utils.checkpoint(use_reentrant=True)`` runs its function as it is: the plan decides what to recompute.
-- ``x.data`` is ``x.detach()``, which has the same gradients.
+- ``x.data`` is ``x.detach()``, which has the same gradients, and an assignment to it a change in place.
 - Hooks on tensors, and derivatives that the forward itself takes, are refused by the line that asks for them.
 
 ``refuse_hooks`` refuses what a model carries: backward hooks on its parameters and modules.
@@ -125,13 +125,27 @@ class CustomBackwards:
         return refused
 
     def _traced_data(self) -> property:
-        """``x.data`` as ``x.detach()``: an export loses sight of what the attribute gives."""
+        """``x.data`` as ``x.detach()``, and what is assigned to it copied: an export loses sight of what the attribute
+        gives and takes."""
         plain: Any = Tensor.data
 
         def read(x: Tensor) -> Tensor:
             return x.detach() if isinstance(x, FakeTensor) and not self.running else plain.__get__(x)
 
-        return property(read, plain.__set__)
+        def write(x: Tensor, value: Tensor) -> None:
+            if not isinstance(x, FakeTensor) or self.running:
+                plain.__set__(x, value)
+            elif isinstance(x, nn.Parameter):
+                raise current_line_error(
+                    "a weight is changed by forward", "make it a buffer, or change it in the training loop"
+                )
+            elif (x.shape, x.dtype) == (value.shape, value.dtype):
+                with torch.no_grad():
+                    x.copy_(value)
+            else:
+                raise current_line_error("data of another type is assigned to a tensor", "make a new tensor of it")
+
+        return property(read, write)
 
     # ---- Functions
 

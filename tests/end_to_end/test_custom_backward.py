@@ -77,6 +77,7 @@ def test_verify_compares_with_the_model() -> None:
         ("noise", "random numbers"),
         ("dirty", "in place"),
         ("behind", "in place"),
+        ("momentum", "a weight is changed by forward"),
         ("module", "not its argument"),
     ],
 )

@@ -150,6 +150,10 @@ class Model(nn.Module):
     def data(self, h: Tensor) -> Tensor:
         return h + (h.round() - h).data
 
+    def momentum(self, h: Tensor) -> Tensor:
+        self.second.weight.data = 0.9 * self.second.weight.data + 0.1  # as contrastive learning has it
+        return h
+
     def behind(self, h: Tensor) -> Tensor:
         return Behind.apply(h)
 
