@@ -1,9 +1,10 @@
-"""Assignments to slices: what they become, and that nothing is lost on the way."""
+"""Assignments to slices and gradients of tables: what they become, and that nothing is lost on the way."""
 
 from __future__ import annotations
 
 import torch
 from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.frontend.graph_edits import arguments_of
 from meshwright.compiler.frontend.layers import differentiable_nodes
 from meshwright.compiler.ir.graph import Graph, op_name
 from meshwright.compiler.verification.capture_check import check_capture
@@ -83,6 +84,14 @@ class Masking(nn.Module):
             mask = torch.where(keep[:, None, :] > 0, causal, 0.0)
             x = block(x) + (x[:, None, :] * mask).sum(-1) * torch.exp(self.scale) + torch.rand_like(keep)
         return x.square().mean()
+
+
+def test_gradients_of_tables_are_dense() -> None:
+    model, inputs, _ = SPECIAL["sparse"](8)
+    graph = captured(model, *inputs)
+    (table,) = [node for node in graph.ops() if op_name(node) == "aten.embedding.default"]
+    assert arguments_of(table)["sparse"] is False
+    assert "aten.embedding_bag" not in " ".join(names(graph))  # bags of equal size have an op of their own
 
 
 def test_equal_masks_are_made_once() -> None:

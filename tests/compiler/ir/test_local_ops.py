@@ -223,10 +223,9 @@ def test_embedding_shard_refuses_counting_by_frequency():
         local_ops.embedding_shard(r(8, 4), ints(8, 4), scale_grad_by_freq=True, vocab_axes=(0,))
 
 
-def test_embedding_is_dense_where_it_is_distributed():
-    node = example_node(aten.embedding.default, r(8, 4), ints(8, 4, 4), 2, False, True)
-    assert rule_for(node).localize(node, ("whole",), (2,))[1][4] is True
-    assert rule_for(node).localize(node, ("b0",), (2,))[1][4] is False
+def test_embedding_looks_up_its_rows_where_they_are_cut():
+    node = example_node(aten.embedding.default, r(8, 4), ints(8, 4, 4), 2, False, False)
+    assert rule_for(node).localize(node, ("b0",), (2,))[0] is aten.embedding.default
     target, args, kwargs = rule_for(node).localize(node, ("vocab", "b0"), (2, 2))
     assert target is local_ops.embedding_shard
     assert args[2:] == (2, False, False)
