@@ -67,7 +67,7 @@ measured: $(READY)  ## make docs/measured.md and README's table of the benchmark
 	$(PYTHON) benchmarks/measured.py
 
 # Beside what .venv has: pip install --no-deps timm diffusers torchvision pillow requests
-zoo: $(READY)  ## train 190 architectures on two ranks against eager PyTorch; makes docs/models.md
+zoo: $(READY)  ## train over 200 architectures on two ranks against eager PyTorch; makes docs/models.md
 	$(PYTHON) benchmarks/zoo.py
 
 pictures: $(READY)  ## draw the pictures of schedules, collectives and plans in docs/images, from what the code does
