@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -152,13 +154,14 @@ def test_other_refusals(model: nn.Module, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("make", "words"),
     [
-        (torch.eye(4).to_sparse(), r"got args.0, a tensor of torch.sparse_coo"),
-        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), r"got args.0, a nested tensor; .*or pad it"),
+        (lambda: torch.eye(4).to_sparse(), r"got args.0, a tensor of torch.sparse_coo"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), r"got args.0, a nested tensor; .* pad it"),
     ],
 )
-def test_inputs_are_dense(values: Tensor, words: str) -> None:
+def test_inputs_are_dense(make: Callable[[], Tensor], words: str) -> None:
+    values = make()
     with pytest.raises(ValueError, match=words):
         capture(nn.Linear(4, 4), (values,))
 
