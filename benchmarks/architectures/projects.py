@@ -42,10 +42,6 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
 
 
-def _pixels(logits: Tensor, labels: Tensor) -> Tensor:
-    return functional.cross_entropy(logits, labels)
-
-
 def _language(model: nn.Module) -> Case:
     ids = tokens()
     return Case(model, (ids,), {}, (ids.roll(-1, 1),), _cross_entropy)
@@ -57,24 +53,18 @@ def _classifier(model: nn.Module, size: int = 32) -> Case:
 
 def _segmented(model: nn.Module, size: int, channels: int, dims: int = 2) -> Case:
     shape = (size,) * dims
-    return Case(model, (torch.randn(BATCH, channels, *shape),), {}, (torch.randint(0, 2, (BATCH, *shape)),), _pixels)
+    return Case(
+        model,
+        (torch.randn(BATCH, channels, *shape),),
+        {},
+        (torch.randint(0, 2, (BATCH, *shape)),),
+        functional.cross_entropy,
+    )
 
 
 def _series(model: nn.Module, *shape: int) -> Case:
     x = torch.randn(BATCH, *shape)
     return Case(model, (x,), {}, (torch.randn_like(x),), functional.mse_loss)
-
-
-class First(nn.Module):
-    """A model, of whose results the first one counts."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        result: Tensor = self.net(*inputs)[0]
-        return result
 
 
 class Contrast(nn.Module):

@@ -72,8 +72,11 @@ def check_capture(
 ) -> str:
     """Compare ``model`` with ``graph``, which was captured of it with these inputs.
 
+    The model then runs once more with the same tensors: a state that it keeps in attributes gives it another loss.
+
     Returns "" if they agree, and why they could not be compared if the model does not run at a tiny batch here. Raises
-    ValueError that names the first parameter (in the model's order) whose gradient differs, or the loss.
+    ValueError that names the first parameter (in the model's order) whose gradient differs, or the loss, and for such a
+    state.
     """
     inputs = flat_inputs(args, dict(kwargs), targets)
     leaves, tree = pytree.tree_flatten((args, dict(kwargs), targets))
