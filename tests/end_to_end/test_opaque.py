@@ -119,7 +119,7 @@ def test_it_is_found_where_a_module_has_two_names() -> None:
 
 
 def test_the_smallest_submodule_is_an_op_and_its_reason_is_told() -> None:
-    for middle, split in (("NaiveMixture", True), ("Branch", False), ("Noisy", False)):
+    for middle, split in (("NaiveMixture", True), ("Rounding", True), ("Branch", False), ("Noisy", False)):
         model, inputs = Model(middle), batch()
         graph = capture(model, inputs)
         nodes = opaque_ops(graph)

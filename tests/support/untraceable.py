@@ -77,6 +77,19 @@ class Checkpointed(nn.Module):
         return self.same(Again.apply(lambda x: self.equal(self.linear(x)).relu(), x, *self.parameters()))
 
 
+class Rounding(nn.Module):
+    """A norm in float32, whatever it is given, beside a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max().item() > 1e6:
+            return x
+        return nn.functional.layer_norm(x.float(), (WIDTH,), self.weight.float()).to(x.dtype)
+
+
 class Noisy(nn.Module):
     """Dropout beside a branch."""
 
@@ -211,8 +224,8 @@ class Checked(nn.Module):
 MIDDLES = {
     kind.__name__: kind
     for kind in (
-        NaiveMixture, Branch, Checkpointed, Noisy, Selected, Counting, Averaging, Keeping, InPlace, Chance, Borrowing,
-        Telling, nn.Identity,
+        NaiveMixture, Branch, Checkpointed, Rounding, Noisy, Selected, Counting, Averaging, Keeping, InPlace, Chance,
+        Borrowing, Telling, nn.Identity,
     )
 }  # fmt: skip
 
