@@ -160,6 +160,9 @@ def _runs_again(
     for node in ops:
         if op_name(node) == "getitem" or node.name not in needs_grad:
             continue
+        touched = node.name in derived or any(output_of(operand)[0].name in derived for operand in node.all_input_nodes)
+        if not (touched or recompute.repeated):
+            continue
         rule, operands = rule_for(node), tensor_operands(node)
         saves = rule.saves(node)
         if node.name in recompute.repeated and (saves or rule.temporary_bytes(node)):

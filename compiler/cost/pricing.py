@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -105,6 +106,8 @@ class MeshPricer:
     communication: Communication = EXACT  # how gradients may travel
     mixed: bool = False
     ways: dict[tuple[tuple[int, ...], int], tuple[GradientRoute, ...]] = field(default_factory=dict, repr=False)
+    #: What others make of these prices and need again, by their own keys.
+    remembered: dict[tuple, Any] = field(default_factory=dict, repr=False)
     _reshards: dict[tuple, tuple[float, float]] = field(default_factory=dict)
     _tables: dict[tuple, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     _known: dict[Node, PricingContext] = field(default_factory=dict)

@@ -29,7 +29,7 @@ from functools import cached_property
 import numpy as np
 from torch.fx import Node
 
-from ..cost.layer_gathers import LayerReads
+from ..cost.layer_gathers import GatherUse, LayerReads
 from ..cost.parameter_sharding import (
     accumulate_seconds,
     gathered_bytes,
@@ -47,7 +47,7 @@ from ..ir.spec import P, Pair, R, S, Spec, parse_pair, replicated
 from ..plan.independent_axes import converts_over, lies_loosely, sends_over
 from ..plan.plan import ParameterSharding
 from ..plan.recompute import NOTHING, Recompute
-from ..rules import MeshChoice, mesh_choices, pairs_choice, rule_for
+from ..rules import MeshChoice, mesh_choices, rule_for
 from .solver.problem import Edge, Operator, Problem
 
 __all__ = [
@@ -368,8 +368,7 @@ class _Builder:
     def _choices(self, node: Node) -> list[MeshChoice]:
         pinned = (self.restriction.pinned or {}).get(node.name)
         if pinned is not None:
-            labels = tuple(pinned.split(",")) if pinned else ()
-            return [pairs_choice(node, labels, self.mesh)]
+            return [self.layering.pruner.labelled(node, self.graph.batch, self.mesh, pinned)]
         if node.name in self.layering.static:
             return mesh_choices(node, self.mesh, 1)
         choices = self.layering.pruner.choices(node, self.graph.batch, self.mesh)
@@ -482,18 +481,32 @@ class _Builder:
 
     def _add_parameter(self, node: Node, pairs: Sequence[Pair], pattern: str) -> int:
         """Add one choice per pair and allowed sharding. pattern: the one that it is pinned to, "" if none."""
-        kind, pricer, trainable = node.meta["type"], self.pricer, self._trainable(node)
+        kind, trainable, requires_grad = node.meta["type"], self._trainable(node), node.meta["source"].requires_grad
         allowed = (pattern,) if pattern else allowed_patterns(node.name, self.restriction)
-        choices = parameter_shardings(kind, pairs, self.mesh, trainable, allowed)
-        seconds, resident, held = (np.zeros(len(choices)) for _ in range(3))
         uses = self.reads.of(node)
-        for i, sharding in enumerate(choices):
-            bill = sharding_bytes(pricer, kind, sharding, node.meta["source"].requires_grad)
-            price = sharding_seconds(pricer, kind, sharding, self.m, trainable, uses)
-            once = price.per_step_s + (accumulate_seconds(pricer, kind, sharding, self.m) if trainable else 0.0)
-            seconds[i], resident[i] = price.per_microbatch_s + once / self.m, sum(bill.values())
-            held[i] = gathered_bytes(pricer, kind, sharding, trainable and any(use.again for use in uses))
-        return self._add(node.name, "parameter", tuple(choices), seconds, resident, np.zeros(len(choices)), held)
+        key = ("parameter", kind, tuple(pairs), tuple(allowed), self.m, trainable, requires_grad, uses)
+        if (columns := self.pricer.remembered.get(key)) is None:
+            choices = parameter_shardings(kind, pairs, self.mesh, trainable, allowed)
+            rows = [self._price_parameter(kind, sharding, trainable, requires_grad, uses) for sharding in choices]
+            columns = self.pricer.remembered[key] = tuple(choices), np.ascontiguousarray(np.array(rows).reshape(-1, 3).T)
+        choices, (seconds, resident, held) = columns
+        return self._add(node.name, "parameter", choices, seconds, resident, np.zeros(len(choices)), held)
+
+    def _price_parameter(
+        self,
+        kind: TensorType,
+        sharding: ParameterSharding,
+        trainable: bool,
+        requires_grad: bool,
+        uses: tuple[GatherUse, ...],
+    ) -> tuple[float, float, float]:
+        """(seconds per microbatch, resident bytes, gathered bytes) of a parameter in this sharding."""
+        pricer = self.pricer
+        price = sharding_seconds(pricer, kind, sharding, self.m, trainable, uses)
+        once = price.per_step_s + (accumulate_seconds(pricer, kind, sharding, self.m) if trainable else 0.0)
+        bill = sharding_bytes(pricer, kind, sharding, requires_grad)
+        held = gathered_bytes(pricer, kind, sharding, trainable and any(use.again for use in uses))
+        return price.per_microbatch_s + once / self.m, sum(bill.values()), held
 
     def _role_allows(self, pair: Pair, batch_dim: int) -> bool:
         return all(

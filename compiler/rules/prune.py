@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from torch.fx import Node
 
 from ..ir.graph import Graph, op_name, output_of, tensor_operands, types_of
-from . import MeshChoice, mesh_choices, rule_for
+from . import MeshChoice, mesh_choices, pairs_choice, rule_for
 from .base import AxisChoice
 
 __all__ = ["Pruner"]
@@ -46,6 +46,7 @@ class Pruner:
         self.sequence = sequence
         self.live: set[tuple[str, int, int]] = set()  # (op, output, dim)
         self._kept: dict[tuple[str, int, tuple[int, ...]], list[MeshChoice]] = {}
+        self._labelled: dict[tuple[str, int, tuple[int, ...], str], MeshChoice] = {}
         waiting: dict[tuple[str, int, int], list[frozenset[tuple[str, int, int]]]] = defaultdict(list)
         stack: list[tuple[str, int, int]] = []
         for node in graph.ops():
@@ -90,6 +91,13 @@ class Pruner:
         if key not in self._kept:
             self._kept[key] = self.keep(node, mesh_choices(node, mesh_shape))
         return self._kept[key]
+
+    def labelled(self, node: Node, batch: int, mesh_shape: tuple[int, ...], text: str) -> MeshChoice:
+        """The choice of ``node`` whose labels a plan writes as ``text`` ("row,whole"), pruned or not. Cached."""
+        key = (node.name, batch, mesh_shape, text)
+        if key not in self._labelled:
+            self._labelled[key] = pairs_choice(node, tuple(text.split(",")) if text else (), mesh_shape)
+        return self._labelled[key]
 
     def keep(self, node: Node, choices: Sequence[MeshChoice]) -> list[MeshChoice]:
         """Those of ``choices`` that follow all five rules, at most ``MAX_CHOICES``."""
