@@ -31,6 +31,7 @@ import torch.fx
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx import Node
 
 from ..errors import CaptureError, UnsoundError
@@ -112,6 +113,7 @@ def capture(
         )
         wrapper = _Wrapper(model, loss_fn, wants_loss)
         written = stack.enter_context(silence_torch())
+        stack.enter_context(_use_lazy_graph_module(True))  # nobody runs the modules that the export makes on its way
         stack.enter_context(torch_settings())
         stack.enter_context(training_mode(model, training))
         stack.enter_context(model_settings(model))

@@ -100,17 +100,19 @@ class SearchBounds:
         return self.levels.index(level)
 
     def lean_levels(self, m: int, split: bool, ends: bool) -> list[int]:
-        """Levels that bound a microbatch closely, with their lower bounds made.
+        """Levels that bound a microbatch closely, with their lower bounds made: without multipliers alone where they
+        are not needed.
 
         split: also bound a microbatch's way there and back where the backward is split. ends: also take the smallest
         and the largest multiplier.
         """
-        levels = [self.level(m, *one) for one in (NO_MULTIPLIER, LARGEST_MULTIPLIER) if ends]
-        levels += [self.level(m, *one, step_share=0.0) for one in LEAN_MULTIPLIERS]
+        ample = self.fits_unconstrained(m)
+        lean = () if ample else LEAN_MULTIPLIERS
+        wide = (NO_MULTIPLIER,) if ample else (NO_MULTIPLIER, LARGEST_MULTIPLIER)
+        levels = [self.level(m, *one) for one in wide if ends]
+        levels += [self.level(m, *one, step_share=0.0) for one in lean]
         if split:
-            levels += [
-                self.level(m, *one, step_share=0.0, weight_share=0.0) for one in (NO_MULTIPLIER, *LEAN_MULTIPLIERS)
-            ]
+            levels += [self.level(m, *one, step_share=0.0, weight_share=0.0) for one in (NO_MULTIPLIER, *lean)]
         self.bound([(sub, m, n) for n in levels for sub in self.submeshes])
         return list(dict.fromkeys(levels))
 

@@ -342,6 +342,8 @@ class RegularSearch:
 
     def _coarse(self, m: int) -> list[int]:
         """The few levels of a mesh's first bounds."""
+        if self.tables.fits_unconstrained(m):
+            return self._bound_levels(m, [NO_MULTIPLIER])
         return self._bound_levels(m, [(factor, 1.0) for factor in COARSE_FACTORS])
 
     def _trip_level(self, m: int) -> int:
