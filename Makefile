@@ -40,10 +40,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(READY)  ## train a small GPT on 4 local ranks by a plan found on the spot
 	$(PYTHON) -m meshwright demo
 
+# three at once on two cores: ranks wait for each other, so two would leave a sixth of the time unused
 test: $(READY)  ## run the tests
 	@$(PYTHON) -c 'from tests.support.browser import chromium; chromium() or \
 		print("no Chromium: the tests of the page of a plan are skipped (apt-get install chromium)")'
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 3 --dist loadfile
 
 lint: $(READY) $(NAMED)  ## style, types, and the one way that imports may point
 	$(PYTHON) -m ruff check .
