@@ -21,8 +21,8 @@ from __future__ import annotations
 import gc
 import operator
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -31,8 +31,8 @@ import torch.fx
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx import Node
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from ..errors import CaptureError, UnsoundError
 from ..ir.custom_function import FUNCTION_OP
@@ -137,8 +137,11 @@ def capture(
                 if hide:
                     blocks.hide()
                 try:
-                    with fake_parameters(model, fake_mode), unchanged_attributes(model, without_data=True):
-                        wrapper.blocks = [blocks]
+                    with (
+                        fake_parameters(model, fake_mode) as registered,
+                        unchanged_attributes(model, without_data=True),
+                    ):
+                        wrapper.blocks, wrapper.registered = [blocks], registered
                         with assigned_tensors() as replaced:
                             program = torch.export.export(
                                 wrapper, (inputs.args, inputs.kwargs, inputs.targets), strict=False
@@ -182,12 +185,14 @@ class _Wrapper(nn.Module):
         self.loss_fn = [loss_fn]  # in a list, so that a loss_fn that is a module is not registered beside the model
         self.wants_loss = wants_loss
         self.blocks: list[Blocks] = []
+        self.registered: Callable[[], AbstractContextManager[None]] = nullcontext  # of ``fake_parameters``
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any, ...]) -> Any:
         for blocks in self.blocks:
             blocks.arm()
         try:
-            return self._result(args, kwargs, targets)
+            with self.registered():
+                return self._result(args, kwargs, targets)
         finally:
             for blocks in self.blocks:
                 blocks.armed = False
@@ -212,9 +217,12 @@ class _Wrapper(nn.Module):
 
 def loss_of(output: Any, targets: tuple[Any, ...], loss_fn: Any) -> Any:
     """``loss_fn(output, *targets)``, else the output itself, ``.loss``, ``["loss"]`` or the first element, in this
-    order."""
-    if loss_fn is not None:
-        return loss_fn(output, *targets)
+    order; of a tensor with one element that element, as ``backward()`` takes it."""
+    loss = loss_fn(output, *targets) if loss_fn is not None else _loss_in(output)
+    return loss.reshape(()) if isinstance(loss, torch.Tensor) and loss.dim() and loss.numel() == 1 else loss
+
+
+def _loss_in(output: Any) -> Any:
     if isinstance(output, torch.Tensor):
         return output
     if getattr(output, "loss", None) is not None:

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
-from torch.func import functional_call
 from torch.nn import functional
 
 from ..errors import CaptureError
@@ -133,18 +132,63 @@ def _members(value: Any) -> Any:
 def run_with(model: nn.Module, tensors: Mapping[str, torch.Tensor], args: Any, kwargs: Any = None) -> Any:
     """``model(*args, **kwargs)`` with these tensors in place of its own, by any name of each.
 
-    Each module is given its tensors once. ``functional_call`` gives a module that has several names its tensors by each
-    of them, and then takes the last ones given for the model's own: they stay in the model.
+    ``functional_call`` gives a module that has several names its tensors by each of them, and then takes the last ones
+    given for the model's own: they stay in the model. It does not know of attributes that hold a parameter.
     """
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    instead = {id(tensor): tensors[name] for name, tensor in named if name in tensors}
-    places = {
-        f"{path}.{name}" if path else name: instead[id(tensor)]
-        for path, module in model.named_modules()
-        for name, tensor in (*module._parameters.items(), *module._buffers.items())
-        if id(tensor) in instead
-    }
-    return functional_call(model, places, args, kwargs, tie_weights=False)
+    with _instead(model, {id(tensor): tensors[name] for name, tensor in named if name in tensors}):
+        return model(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _instead(model: nn.Module, others: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Put other tensors, by the identity of the present ones, in the place of parameters and buffers, registered or in
+    attributes (``_attributes_with``); put the present ones back at the end."""
+    undo: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for module in model.modules():
+            for table in (module._parameters, module._buffers):
+                for key, old in list(table.items()):
+                    if id(old) in others:
+                        undo.append((table, key, old))
+                        table[key] = others[id(old)]
+        with _attributes_with(model, others):
+            yield
+    finally:
+        for place, key, old in reversed(undo):
+            place[key] = old
+
+
+@contextmanager
+def _attributes_with(model: nn.Module, others: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Put other tensors in the place of those that attributes hold beside the registered ones: a second name of a
+    parameter, or lists, tuples and dicts of some (as RNNs keep them)."""
+    undo: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for module in model.modules():
+            table = vars(module)
+            for key, old in list(table.items()):
+                if key not in ("_parameters", "_buffers", "_modules") and (new := _replaced(old, others)) is not old:
+                    undo.append((table, key, old))
+                    table[key] = new
+        yield
+    finally:
+        for place, key, old in reversed(undo):
+            place[key] = old
+
+
+def _replaced(value: Any, others: Mapping[int, torch.Tensor], depth: int = 3) -> Any:
+    """``value`` itself, or its copy with other tensors in place of some."""
+    if isinstance(value, torch.Tensor):
+        return others.get(id(value), value)
+    kind = type(value)
+    if kind not in (list, tuple, dict, OrderedDict) or depth == 0:
+        return value
+    olds = list(value.values() if isinstance(value, dict) else value)
+    news = [_replaced(one, others, depth - 1) for one in olds]
+    if all(new is old for new, old in zip(news, olds)):
+        return value
+    return kind(zip(value, news)) if isinstance(value, dict) else kind(news)
 
 
 @contextmanager
@@ -316,40 +360,32 @@ def refuse_shared_memory(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 @contextmanager
-def fake_parameters(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
-    """Replace every parameter and buffer by a fake CPU tensor, one per tensor; put the originals back at the end."""
-    undo: list[tuple[dict[str, Any], str, Any]] = []
+def fake_parameters(model: nn.Module, mode: FakeTensorMode) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Replace every parameter and buffer by a fake CPU tensor, one per tensor; put the originals back at the end.
+
+    The value of the block makes contexts in which attributes hold what is registered at that time: an export registers
+    tensors of its own while it traces."""
     fakes: dict[int, torch.Tensor] = {}
+    places: dict[int, tuple[nn.Module, str]] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in fakes:
-            with mode:
-                new = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            fakes[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-        return fakes[id(tensor)]
+        with mode:
+            new = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
 
-    def swap(table: dict[str, Any], key: str, value: Any) -> None:
-        undo.append((table, key, table[key]))
-        table[key] = value
+    for module in model.modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and id(tensor) not in fakes:
+                fakes[id(tensor)] = fake(tensor)
+                places[id(fakes[id(tensor)])] = module, key
 
-    try:
+    def present() -> AbstractContextManager[None]:
+        return _attributes_with(model, {key: getattr(*place) for key, place in places.items()})
+
+    with _instead(model, fakes):
         for module in model.modules():
-            for held in (module._parameters, module._buffers):
-                for key, old in list(held.items()):
-                    if old is not None:
-                        swap(held, key, fake(old))
-        # plain attributes may be a parameter or a buffer under another name (RNNs keep such lists)
-        for module in model.modules():
-            for key, value in list(vars(module).items()):
-                if isinstance(value, torch.Tensor) and id(value) in fakes:
-                    swap(vars(module), key, fakes[id(value)])
-                elif type(value) is list and any(id(item) in fakes for item in value):
-                    swap(vars(module), key, [fakes.get(id(item), item) for item in value])
             _refuse_unregistered(module, fakes)
-        yield
-    finally:
-        for place, key, value in reversed(undo):
-            place[key] = value
+        yield present
 
 
 def _refuse_unregistered(module: nn.Module, known: Mapping[int, torch.Tensor]) -> None:

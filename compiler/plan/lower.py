@@ -23,6 +23,7 @@ from torch.fx import Node
 
 from ..frontend.layers import differentiable_nodes
 from ..ir.graph import Graph, TensorType, op_name, output_of, tensor_operands
+from ..ir.ops.local_ops import of_any_strides
 from ..ir.ops.loss import counting_loss, deferrable_losses, early_count, exit_pair
 from ..ir.ops.weight_gathers import gather_blocks
 from ..ir.program import ChunkProgram, Exit, Slot
@@ -183,8 +184,7 @@ class _Lowering:
         operands = [self._as(o.name, pair) for o, pair in zip(tensor_operands(node), choice.inputs, strict=True)]
         given = iter(operands)
         target, args, kwargs = rule_for(node).localize(node, labels, self.mesh)
-        if target is torch.ops.aten.view.default:  # a local operand need not be contiguous where the global one was
-            target = torch.ops.aten.reshape.default
+        target = of_any_strides(target)
         args = torch.fx.map_arg(args, lambda _: next(given))
         kwargs = torch.fx.map_arg(kwargs, lambda _: next(given))
         new = self.out.create_node("call_function", target, args, kwargs, name=node.name)

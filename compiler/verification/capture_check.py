@@ -210,7 +210,7 @@ def _captured_run(
                 args, kwargs = doubled(args, dtype), doubled(kwargs, dtype)
             if node.target is random_tensor:
                 args = (*args[:-1], 0)  # as every draw of ``CountedDraws``
-            target: Any = torch.ops.aten.reshape.default if node.target is torch.ops.aten.view.default else node.target
+            target = local_ops.of_any_strides(node.target)
             values[node] = args[0] if target is local_ops.dropout else target(*args, **kwargs)
     result = next(result for result in graph.results if result.kind == "loss")
     loss = values[graph.node(result.node)]

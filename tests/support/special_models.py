@@ -49,18 +49,19 @@ class Rotary(nn.Module):
 
 
 class Spectral(nn.Module):
-    """Fourier layers that assign what they keep to slices of zeros, as neural operators do."""
+    """Fourier layers that assign what they keep to slices of zeros, as neural operators do; weights have their real and
+    imaginary parts in the first dim."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.low, self.high = (nn.Parameter(torch.randn(2, 16, 16, 2) / 4) for _ in range(2))
+        self.low, self.high = (nn.Parameter(torch.randn(2, 2, 16, 16) / 4) for _ in range(2))
         self.one = nn.Parameter(torch.randn(16) / 4)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         found = torch.fft.rfft(x.transpose(1, 2))
         kept = torch.zeros_like(found)
         for weight, part in ((self.low, slice(0, 2)), (self.high, slice(-2, None))):
-            weight = torch.view_as_complex(weight.permute(1, 2, 0, 3).contiguous())
+            weight = torch.view_as_complex(weight.permute(2, 3, 1, 0).contiguous())
             kept[:, :, part] = torch.einsum("bim,iom->bom", found[:, :, part], weight)
         kept[..., 2] = found[..., 2] * self.one
         return (torch.fft.irfft(kept, n=x.shape[1]).transpose(1, 2) - y).square().mean()

@@ -47,6 +47,7 @@ from ..comm import Comm, current_context
 __all__ = [
     "ACTIVATIONS",
     "GATES",
+    "as_complex",
     "batch_norm",
     "cross_entropy",
     "dispatch",
@@ -56,6 +57,7 @@ __all__ = [
     "embedding_bag_shard",
     "embedding_shard",
     "experts",
+    "of_any_strides",
     "plain_cross_entropy",
     "return_rows",
     "ticketed_dropout",
@@ -82,6 +84,27 @@ def _reduce(x: Tensor, axes: Sequence[int], comm: Comm, op: str = "sum") -> Tens
     for axis in axes:
         x = comm.all_reduce(x, axis, op)
     return x
+
+
+# ---- strides
+
+
+def as_complex(x: Tensor) -> Tensor:
+    """``torch.view_as_complex`` of a tensor of any strides: of a copy where these do not allow a view."""
+    *others, last = x.stride()
+    pairs = last == 1 and all(number % 2 == 0 for number in (*others, x.storage_offset()))
+    return torch.view_as_complex(x if pairs else x.contiguous())
+
+
+def of_any_strides(target: Any) -> Any:
+    """What computes the same as this op of operands of any strides: graphs have no copies such as ``contiguous()``."""
+    return _OF_ANY_STRIDES.get(target, target)
+
+
+_OF_ANY_STRIDES = {
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten.view_as_complex.default: as_complex,
+}
 
 
 # ---- dropout

@@ -128,3 +128,43 @@ def test_a_module_with_two_names_gets_its_own_weights_back() -> None:
     assert model.first.weight is weight
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+class SecondNames(nn.Module):
+    """Registered tensors that forward reads by an attribute, or from a container in one."""
+
+    def __init__(self, kind: str, trained: bool) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(4, 4), kind
+        self.scale = nn.Parameter(torch.full((4,), 2.0), trained)
+        self.register_buffer("shift", torch.full((4,), 3.0))
+        both = (self.scale, self.shift)
+        held = {
+            "attribute": self.scale, "list": [*both], "tuple": both, "dict": dict(zip("ab", both)), "nested": {"a": [both]}
+        }  # fmt: skip
+        vars(self)["held"] = held[kind]
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = self.held
+        if self.kind == "nested":
+            held = held["a"][0]
+        scale, shift = (
+            (held, self.shift) if self.kind == "attribute" else held.values() if self.kind == "dict" else held
+        )
+        return (self.linear(x) * scale + shift).square().mean(dim=(0, 1)).sum()[None]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("kind", ["attribute", "list", "tuple", "dict", "nested"])
+def test_second_names_of_registered_tensors_are_these(kind: str, trained: bool) -> None:
+    model, x = SecondNames(kind, trained), torch.randn(8, 3, 4)
+    held = model.held
+    graph = capture(model, (x,))
+    assert not graph.constants
+    assert model.held is held
+    assert check_capture(model, graph, (x,), {}, (), None) == ""
+    other = torch.full((4,), 5.0)
+    assert torch.equal(
+        run_with(model, {"scale": other}, (x,)), ((model.linear(x) * 5 + 3) ** 2).mean((0, 1)).sum()[None]
+    )
+    assert model.held is held
