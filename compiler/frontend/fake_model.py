@@ -17,8 +17,10 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
+from torch.fx.experimental import proxy_tensor
 from torch.nn import functional
 
 from ..errors import CaptureError
@@ -41,6 +43,7 @@ __all__ = [
 ]
 
 
+KNOWN_ELEMENTS = 1024  # of a tensor whose values branches may read
 _LEFT_OUT = "_ignore_bidirectional_mask_sdpa"  # of transformers.masking_utils
 
 
@@ -147,7 +150,8 @@ def _instead(model: nn.Module, others: Mapping[int, torch.Tensor]) -> Iterator[N
     undo: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for module in model.modules():
-            for table in (module._parameters, module._buffers):
+            tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+            for table in tables:
                 for key, old in list(table.items()):
                     if id(old) in others:
                         undo.append((table, key, old))
@@ -268,7 +272,9 @@ def torch_settings() -> Iterator[None]:
     """For a capture, leave out what PyTorch does beside the computation: distributions do not look at the values that
     they are given (a value outside of their domain makes a loss that is not finite), ``Module.to`` returns a module
     that is of that dtype already, ``ctc_loss`` does not read its lengths, and ``histc`` counts integers on any
-    device."""
+    device. Branches may read tensors that forward makes of a few Python numbers, not of one alone."""
+    tracers: list[Any] = [fake_tensor, proxy_tensor]
+    limits = [(one, one.CONSTANT_NUMEL_LIMIT) for one in tracers]
     validate, to, ctc_loss, histc = Distribution._validate_args, nn.Module.to, functional.ctc_loss, torch.histc
 
     def to_if_needed(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -288,9 +294,13 @@ def torch_settings() -> Iterator[None]:
     torch.histc = counts  # type: ignore[assignment]
     nn.Module.to = to_if_needed  # type: ignore[method-assign, assignment]
     functional.ctc_loss = reduced_ctc_loss
+    for one, _ in limits:
+        one.CONSTANT_NUMEL_LIMIT = KNOWN_ELEMENTS
     try:
         yield
     finally:
+        for one, limit in limits:
+            one.CONSTANT_NUMEL_LIMIT = limit
         nn.Module.to = to  # type: ignore[method-assign]
         functional.ctc_loss, torch.histc = ctc_loss, histc
         Distribution.set_default_validate_args(validate)

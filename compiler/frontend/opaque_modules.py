@@ -341,10 +341,15 @@ class _Trials:
         self.observed = {n: call for n, call in zip(_BATCHES, found) if call} if None not in found else None
         if not self.has_data:
             self.device = torch.device("meta")
-        small, again, other, large = (self._run(batch, seed) for batch, seed in ((2, 0), (2, 0), (2, 1), (4, 2)))
+        small, again = self._run(2, 0), self._run(2, 0, twice=True)
+        other, large = self._run(2, 1), self._run(4, 2)
         self.random = any(run.random for run in (small, again, other, large))
         if self.has_data and not _is_equal(small, again):
             raise OpaqueError(path, "it gives other values for the same inputs (a state or chance outside of PyTorch)")
+        if self.module.counts and not self.has_data:
+            raise OpaqueError(
+                path, "it changes numbers in its attributes, and is too large for a trial of what they do"
+            )
         self.returned, self.structure = small.leaves, small.structure
         outputs = self._outputs(small, (other, large))
         several = zip(small.outputs, other.outputs, large.outputs, strict=True)
@@ -428,11 +433,12 @@ class _Trials:
             for i, x in enumerate(self.leaves)
         ]
 
-    def _run(self, batch: int, seed: int) -> _Run:
-        """A run with PyTorch's generator seeded, and its backward. OpaqueError if it does what one op cannot."""
+    def _run(self, batch: int, seed: int, twice: bool = False) -> _Run:
+        """A run with PyTorch's generator seeded, and its backward, or the second one of two. OpaqueError if it does
+        what one op cannot."""
         try:
             torch.manual_seed(seed)
-            return self._audited(batch, seed)
+            return self._audited(batch, seed, twice)
         except OpaqueError:
             raise
         except Exception as error:  # the user's code, on tensors that it was not written for
@@ -442,7 +448,7 @@ class _Trials:
                 where = _RANDOM_VALUES if self.observed is None else "it does not run on a few samples of the example"
             raise OpaqueError(self.path, f"{where}: {text}") from error
 
-    def _audited(self, batch: int, seed: int) -> _Run:
+    def _audited(self, batch: int, seed: int, twice: bool) -> _Run:
         grads = [x.requires_grad for x in self.leaves if isinstance(x, Tensor)]
         operands = self._operands(batch, seed)
         given = [x.requires_grad_(grad) for x, grad in zip(operands, grads, strict=True)]
@@ -459,7 +465,9 @@ class _Trials:
         watch, state = Unchanged(given), self._generators()
         on: AbstractContextManager[Any] = torch.device("meta") if self.device.type == "meta" else nullcontext()
         with on, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), _Audit(self.path, watch) as audit:
-            returned = self.module(*args, **kwargs)
+            seeds = functools.partial(torch.manual_seed, seed)
+            run = functools.partial(self.module.twice, seeds) if twice else self.module
+            returned = run(*args, **kwargs)
         self._refuse_changes(watch.changed())
         flat, structure = pytree.tree_flatten(returned)
         outputs = [x for x in flat if isinstance(x, Tensor)]

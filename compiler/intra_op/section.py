@@ -486,8 +486,8 @@ class _Builder:
         uses = self.reads.of(node)
         key = ("parameter", kind, tuple(pairs), tuple(allowed), self.m, trainable, requires_grad, uses)
         if (columns := self.pricer.remembered.get(key)) is None:
-            choices = parameter_shardings(kind, pairs, self.mesh, trainable, allowed)
-            rows = [self._price_parameter(kind, sharding, trainable, requires_grad, uses) for sharding in choices]
+            offered = parameter_shardings(kind, pairs, self.mesh, trainable, allowed)
+            rows = [self._price_parameter(kind, sharding, trainable, requires_grad, uses) for sharding in offered]
             columns = self.pricer.remembered[key] = (
                 tuple(choices),
                 np.ascontiguousarray(np.array(rows).reshape(-1, 3).T),

@@ -17,7 +17,7 @@ import hashlib
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from fractions import Fraction
 from types import FunctionType
@@ -137,6 +137,8 @@ class ModuleCopy:
 
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path = path
+        #: True if a run was seen to change a number in an attribute
+        self.counts = False
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         self.names = tuple(named)
         self._index = {id(x): i for i, x in enumerate(named.values())}
@@ -168,11 +170,23 @@ class ModuleCopy:
 
     def __call__(self, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         """Run ``forward`` with these tensors. OpaqueError if it changes an attribute, which the module would not
-        keep."""
+        keep, other than a number: ``twice`` shows whether those matter."""
+        return self._run(1, nullcontext, tensors, args, kwargs)
+
+    def twice(self, seed: Callable[[], Any], tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        """What ``forward`` returns in a second run in a row, with the numbers that the first one left in attributes.
+        seed: called before it."""
+        return self._run(2, seed, tensors, args, kwargs)
+
+    def _run(self, times: int, seed: Callable[[], Any], tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
         copies: dict[int, nn.Module] = {}
         module = _filled(self._root, tensors, copies)
-        before = [_attributes(one) for one in copies.values()]
-        returned: Any = module.forward(*args, **kwargs)
+        before, numbers = ([read(one) for one in copies.values()] for read in (_attributes, _numbers))
+        returned = None
+        for _ in range(times):
+            seed()
+            returned = module.forward(*args, **kwargs)
+        self.counts |= numbers != [_numbers(one) for one in copies.values()]
         if before != [_attributes(one) for one in copies.values()]:
             raise OpaqueError(
                 self.path, f"the forward of {self.__qualname__} changes its attributes; return what it keeps there"
@@ -211,9 +225,17 @@ def _filled(bare: nn.Module, tensors: Sequence[Tensor], copies: dict[int, nn.Mod
 
 
 def _attributes(module: nn.Module) -> list[tuple[str, int, int]]:
+    """What the attributes of a module are; of numbers only that they are some."""
     tables = [module.__dict__, *(module.__dict__[name] for name in ("_parameters", "_buffers", "_modules"))]
-    items = [(name, value) for table in tables for name, value in table.items()]
-    return [(name, id(value), len(value) if isinstance(value, list | dict | set) else 0) for name, value in items]
+    items = [(name, 0 if type(x) in _NUMBERS else x) for table in tables for name, x in table.items()]
+    return [(name, id(x), len(x) if isinstance(x, list | dict | set) else 0) for name, x in items]
+
+
+def _numbers(module: nn.Module) -> list[Any]:
+    return [x for x in module.__dict__.values() if type(x) in _NUMBERS]
+
+
+_NUMBERS = (bool, int, float)
 
 
 # ---- identity

@@ -106,9 +106,9 @@ class SearchBounds:
         split: also bound a microbatch's way there and back where the backward is split. ends: also take the smallest
         and the largest multiplier.
         """
-        ample = self.fits_unconstrained(m)
-        lean = () if ample else LEAN_MULTIPLIERS
-        wide = (NO_MULTIPLIER,) if ample else (NO_MULTIPLIER, LARGEST_MULTIPLIER)
+        lean, wide = list(LEAN_MULTIPLIERS), [NO_MULTIPLIER, LARGEST_MULTIPLIER]
+        if self.fits_unconstrained(m):
+            lean, wide = [], [NO_MULTIPLIER]
         levels = [self.level(m, *one) for one in wide if ends]
         levels += [self.level(m, *one, step_share=0.0) for one in lean]
         if split:

@@ -64,6 +64,7 @@ def trained(middle: str, strategy: str | None, options: dict[str, Any]) -> Any:
         ("Placing", "dp2", {}),
         ("Checkpointed", "dp2", {}),
         ("Checkpointed", "pp2", {}),
+        ("Counted", "pp2", {"microbatches": 1}),
     ],
 )
 def test_training_equals_the_users_model(ranks, middle: str, strategy: str | None, options: dict[str, Any]) -> None:
@@ -222,6 +223,7 @@ class Root(nn.Module):
         ("Averaging", r"'blocks\.0\.middle': it changes its tensor 'steps' in place"),
         ("Keeping", r"'blocks\.0\.middle': .*Keeping changes its attributes"),
         ("InPlace", r"'blocks\.0\.middle': it changes an argument in place"),
+        ("Fading", r"'blocks\.0\.middle': it gives other values for the same inputs"),
         ("Chance", r"'blocks\.0\.middle': it gives other values for the same inputs"),
         ("Borrowing", r"'blocks\.0\.middle': it reads a tensor of the model that is neither its own nor an argument"),
         ("Telling", r"'blocks\.0\.middle': it returns constants or a structure that depend on values"),

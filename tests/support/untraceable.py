@@ -129,11 +129,35 @@ class Averaging(Counting):
 
 
 class Keeping(nn.Module):
-    """An attribute that forward sets."""
+    """A tensor that forward keeps in an attribute."""
 
     def forward(self, x: Tensor) -> Tensor:
-        self.last = x.mean().item()
-        return x * self.last
+        self.last = x.mean()
+        return x * self.last.item()
+
+
+class Fading(nn.Module):
+    """A count of its calls in an attribute, by which it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * abs(x.mean().item()) / self.calls
+
+
+class Counted(nn.Module):
+    """A count of its calls in an attribute, which it does not read (as solvers of differential equations have)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * abs(x.mean().item())
 
 
 class InPlace(nn.Module):
@@ -224,8 +248,8 @@ class Checked(nn.Module):
 MIDDLES = {
     kind.__name__: kind
     for kind in (
-        NaiveMixture, Branch, Checkpointed, Rounding, Noisy, Selected, Counting, Averaging, Keeping, InPlace, Chance,
-        Borrowing, Telling, nn.Identity,
+        NaiveMixture, Branch, Checkpointed, Rounding, Noisy, Selected, Counting, Averaging, Keeping, Fading, Counted,
+        InPlace, Chance, Borrowing, Telling, nn.Identity,
     )
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.ir import comm
 from meshwright.compiler.ir.graph import CAPTURE_BATCH, Graph, op_name
 from meshwright.compiler.ir.ops.experts import experts
+from meshwright.compiler.verification.capture_check import check_capture
 from torch import Tensor, nn
 
 from tests.support.untraceable import Checked
@@ -410,6 +411,25 @@ def test_a_module_that_converts_itself_to_its_own_dtype() -> None:
     with pytest.raises(CaptureError, match=re.escape("self.net.to(x.dtype)")):
         capture(model, (x.double(),))
     assert nn.Module.to is to
+
+
+def test_a_branch_may_read_numbers_that_forward_knows() -> None:
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            times = torch.tensor([0.0, 0.5, 1.0])
+            if times[0] > times[1]:
+                times = times.flip(0)
+            for step in (times[1:] - times[:-1]).tolist():
+                x = x + step * self.linear(x)
+            return x.square().mean()
+
+    model, x = Steps(), torch.randn(8, 4)
+    graph = capture(model, (x,))
+    assert check_capture(model, graph, (x,), {}, (), None) == ""
 
 
 def test_checks_that_only_raise_are_left_out_and_noted() -> None:

@@ -140,7 +140,8 @@ class SecondNames(nn.Module):
         self.register_buffer("shift", torch.full((4,), 3.0))
         both = (self.scale, self.shift)
         held = {
-            "attribute": self.scale, "list": [*both], "tuple": both, "dict": dict(zip("ab", both)), "nested": {"a": [both]}
+            "attribute": self.scale, "list": [*both], "tuple": both, "dict": dict(zip("ab", both)),
+            "nested": {"a": [both]},
         }  # fmt: skip
         vars(self)["held"] = held[kind]
 
