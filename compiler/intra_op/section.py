@@ -488,10 +488,8 @@ class _Builder:
         if (columns := self.pricer.remembered.get(key)) is None:
             offered = parameter_shardings(kind, pairs, self.mesh, trainable, allowed)
             rows = [self._price_parameter(kind, sharding, trainable, requires_grad, uses) for sharding in offered]
-            columns = self.pricer.remembered[key] = (
-                tuple(choices),
-                np.ascontiguousarray(np.array(rows).reshape(-1, 3).T),
-            )
+            priced = np.ascontiguousarray(np.array(rows).reshape(-1, 3).T)
+            columns = self.pricer.remembered[key] = tuple(offered), priced
         choices, (seconds, resident, held) = columns
         return self._add(node.name, "parameter", choices, seconds, resident, np.zeros(len(choices)), held)
 
