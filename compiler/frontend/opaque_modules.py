@@ -346,10 +346,8 @@ class _Trials:
         self.random = any(run.random for run in (small, again, other, large))
         if self.has_data and not _is_equal(small, again):
             raise OpaqueError(path, "it gives other values for the same inputs (a state or chance outside of PyTorch)")
-        if self.module.counts and not self.has_data:
-            raise OpaqueError(
-                path, "it changes numbers in its attributes, and is too large for a trial of what they do"
-            )
+        if self.module.leaves_values and not self.has_data:
+            raise OpaqueError(path, "it changes its attributes, and is too large for a trial of what that does")
         self.returned, self.structure = small.leaves, small.structure
         outputs = self._outputs(small, (other, large))
         several = zip(small.outputs, other.outputs, large.outputs, strict=True)

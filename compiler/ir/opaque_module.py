@@ -137,8 +137,8 @@ class ModuleCopy:
 
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path = path
-        #: True if a run was seen to change a number in an attribute
-        self.counts = False
+        #: True if a run was seen to leave something in an attribute
+        self.leaves_values = False
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         self.names = tuple(named)
         self._index = {id(x): i for i, x in enumerate(named.values())}
@@ -169,25 +169,25 @@ class ModuleCopy:
         return [self._number(item) for item in value] if type(value) is list else value
 
     def __call__(self, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Run ``forward`` with these tensors. OpaqueError if it changes an attribute, which the module would not
-        keep, other than a number: ``twice`` shows whether those matter."""
+        """Run ``forward`` with these tensors. Numbers and caches that it leaves in attributes are not kept: ``twice``
+        shows whether they matter. OpaqueError if it changes others."""
         return self._run(1, nullcontext, tensors, args, kwargs)
 
     def twice(self, seed: Callable[[], Any], tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        """What ``forward`` returns in a second run in a row, with the numbers that the first one left in attributes.
-        seed: called before it."""
+        """What ``forward`` returns in a second run in a row, with what the first one left in attributes. seed: called
+        before each."""
         return self._run(2, seed, tensors, args, kwargs)
 
     def _run(self, times: int, seed: Callable[[], Any], tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
         copies: dict[int, nn.Module] = {}
         module = _filled(self._root, tensors, copies)
-        before, numbers = ([read(one) for one in copies.values()] for read in (_attributes, _numbers))
-        returned = None
+        before, returned = [_attributes(one) for one in copies.values()], None
         for _ in range(times):
             seed()
             returned = module.forward(*args, **kwargs)
-        self.counts |= numbers != [_numbers(one) for one in copies.values()]
-        if before != [_attributes(one) for one in copies.values()]:
+        after = [_attributes(one) for one in copies.values()]
+        self.leaves_values |= any(map(_made, before, after))
+        if not all(map(_keeps, copies.values(), before, after)):
             raise OpaqueError(
                 self.path, f"the forward of {self.__qualname__} changes its attributes; return what it keeps there"
             )
@@ -224,18 +224,34 @@ def _filled(bare: nn.Module, tensors: Sequence[Tensor], copies: dict[int, nn.Mod
     return made
 
 
-def _attributes(module: nn.Module) -> list[tuple[str, int, int]]:
-    """What the attributes of a module are; of numbers only that they are some."""
-    tables = [module.__dict__, *(module.__dict__[name] for name in ("_parameters", "_buffers", "_modules"))]
-    items = [(name, 0 if type(x) in _NUMBERS else x) for table in tables for name, x in table.items()]
-    return [(name, id(x), len(x) if isinstance(x, list | dict | set) else 0) for name, x in items]
+_Attributes = dict[tuple[str, str], tuple[Any, int]]  # (table, name) → value, length
 
 
-def _numbers(module: nn.Module) -> list[Any]:
-    return [x for x in module.__dict__.values() if type(x) in _NUMBERS]
+def _attributes(module: nn.Module) -> _Attributes:
+    tables = {"": module.__dict__, **{name: module.__dict__[name] for name in ("_parameters", "_buffers", "_modules")}}
+    return {
+        (table, name): (value, len(value) if isinstance(value, list | dict | set) else 0)
+        for table, held in tables.items()
+        for name, value in held.items()
+        if name not in tables
+    }
 
 
-_NUMBERS = (bool, int, float)
+def _made(before: _Attributes, after: _Attributes) -> list[tuple[str, str]]:
+    """The (table, name) of what was not there before."""
+    missing = None, -1
+    pairs = ((key, before.get(key, missing), now) for key, now in after.items())
+    return [key for key, then, now in pairs if then[0] is not now[0] or then[1] != now[1]]
+
+
+def _keeps(module: nn.Module, before: _Attributes, after: _Attributes) -> bool:
+    """True if a run left tensors, submodules and collections as they were, and made nothing that a state dict has."""
+    made = _made(before, after)
+    tied = [key for key, (x, _) in before.items() if isinstance(x, Tensor | nn.Module | list | dict | set)]
+    cached = [name for table, name in made if table == "_buffers" and name in module._non_persistent_buffers_set]
+    return all(key in after and key not in made for key in tied) and all(
+        not table or name in cached for table, name in made
+    )
 
 
 # ---- identity

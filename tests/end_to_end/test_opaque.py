@@ -222,6 +222,7 @@ class Root(nn.Module):
         ("Counting", r"'blocks\.0\.middle': it changes its tensor 'steps' in place"),
         ("Averaging", r"'blocks\.0\.middle': it changes its tensor 'steps' in place"),
         ("Keeping", r"'blocks\.0\.middle': .*Keeping changes its attributes"),
+        ("Learning", r"'blocks\.0\.middle': .*Learning changes its attributes"),
         ("InPlace", r"'blocks\.0\.middle': it changes an argument in place"),
         ("Fading", r"'blocks\.0\.middle': it gives other values for the same inputs"),
         ("Chance", r"'blocks\.0\.middle': it gives other values for the same inputs"),

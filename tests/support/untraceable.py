@@ -129,7 +129,11 @@ class Averaging(Counting):
 
 
 class Keeping(nn.Module):
-    """A tensor that forward keeps in an attribute."""
+    """A tensor in an attribute that forward replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
         self.last = x.mean()
@@ -149,14 +153,30 @@ class Fading(nn.Module):
 
 
 class Counted(nn.Module):
-    """A count of its calls in an attribute, which it does not read (as solvers of differential equations have)."""
+    """A count of its calls in an attribute, which it does not read (as solvers of differential equations have), and two
+    caches."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
+        self.register_buffer("places", None, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
+        if self.places is None:
+            self.places, self.half = torch.arange(x.shape[-1]), 0.5
+        return x * abs(x.mean().item()) + self.places * self.half
+
+
+class Learning(nn.Module):
+    """A buffer that forward makes, which the state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x.detach().mean()
         return x * abs(x.mean().item())
 
 
@@ -248,8 +268,8 @@ class Checked(nn.Module):
 MIDDLES = {
     kind.__name__: kind
     for kind in (
-        NaiveMixture, Branch, Checkpointed, Rounding, Noisy, Selected, Counting, Averaging, Keeping, Fading, Counted,
-        InPlace, Chance, Borrowing, Telling, nn.Identity,
+        NaiveMixture, Branch, Checkpointed, Rounding, Noisy, Selected, Counting, Averaging, Keeping, Learning, Fading,
+        Counted, InPlace, Chance, Borrowing, Telling, nn.Identity,
     )
 }  # fmt: skip
 
