@@ -86,6 +86,19 @@ class Layering:
                     stack.append(user)
         return sorted(layers)
 
+    def updated_across(self, graph: Graph) -> dict[int, str]:
+        """The borders (numbers of the layers behind them) on both sides of which one buffer is read and updated, and
+        the name of the buffer: in a pipeline the next microbatch would read it before the last one has updated it."""
+        borders: dict[int, str] = {}
+        results = {result.name: result.node for result in graph.results if result.kind == "buffer"}
+        for node in graph.placeholders("buffer"):
+            name = node.meta["source"].name
+            if name in results:
+                made = output_of(graph.node(results[name]))[0].name
+                layers = [*self._layers_reading(node), *([self.layer_of[made]] if made in self.layer_of else [])]
+                borders.update(dict.fromkeys(range(min(layers, default=0) + 1, max(layers, default=0) + 1), name))
+        return borders
+
     @cached_property
     def growing(self) -> frozenset[str]:
         """The static ops that grow with the batch."""

@@ -14,6 +14,7 @@ version.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -210,7 +211,7 @@ def _model_faults(plan: Plan, graph: Graph, *, same_model: bool) -> list[str]:
             return [str(error)]
     faults = _limited(_unknown_names(plan, graph))
     if same_model and not faults:
-        faults += _limited(_broken_flow(plan, graph))
+        faults += _limited(itertools.chain(_broken_flow(plan, graph), _buffers_in_several_chunks(plan, graph)))
     if same_model and not faults and plan.microbatches >= 1 and plan.global_batch % plan.microbatches == 0:
         try:
             small = graph.with_batch(plan.microbatch_size)
@@ -297,6 +298,19 @@ def _broken_flow(plan: Plan, graph: Graph) -> Iterator[str]:
         for name in chunk.sends:
             if nodes[name].op != "placeholder" and _producer(nodes[name]) not in chunk.ops:
                 yield f"stage {index} sends {name}, which it does not make"
+
+
+def _buffers_in_several_chunks(plan: Plan, graph: Graph) -> Iterator[str]:
+    """Buffers that one chunk reads and another one updates."""
+    chunk_of = {op: (index, number) for index, number, chunk in _chunks(plan) for op in chunk.ops}
+    made = {result.name: _producer(graph.node(result.node)) for result in graph.results if result.kind == "buffer"}
+    for node in graph.placeholders("buffer"):
+        name = node.meta["source"].name
+        if name in made:
+            places = {chunk_of[op] for op in (made[name], *(user.name for user in node.users)) if op in chunk_of}
+            if len(places) > 1:
+                stages = " and ".join(str(index) for index, _ in sorted(places))
+                yield f"stages {stages} read or update buffer {name}, which one alone may"
 
 
 def _producer(node: Node) -> str:

@@ -289,14 +289,19 @@ def _conflict(texts: Sequence[str], why: str) -> str:
 
 
 def resolve(constraints: Constraints, graph: Graph, layering: Layering) -> Resolved:
-    """The layers, weights and ops of this model that the constraints name. Raises ValueError where a name matches
-    nothing, and where forced and forbidden boundaries or the number of stages exclude each other."""
+    """The layers, weights and ops of this model that the constraints name, and the boundaries that its buffers forbid.
+    Raises ValueError where a name matches nothing, and where forced and forbidden boundaries or the number of stages
+    exclude each other."""
     names = [layer.name for layer in layering.layers]
     cuts = {names.index(name) for text in constraints.boundaries for name in _matches(text, names, "a layer")}
     no_cuts = {names.index(name) for text in constraints.joined for name in _matches(text, names, "a layer")}
     if 0 in cuts:  # the first stage begins there anyway
         cuts.discard(0)
     said = [text for about, text in constraints.said if about == "boundary"]
+    updated = layering.updated_across(graph)
+    if both := cuts & updated.keys():
+        raise ValueError(_conflict(said, f"buffer {updated[min(both)]} is updated before and after {names[min(both)]}"))
+    no_cuts |= updated.keys()
     if both := cuts & no_cuts:
         raise ValueError(_conflict(said, f"a stage would and would not begin at {names[min(both)]}"))
     stages = [text for about, text in constraints.said if about == "stages"]
@@ -304,7 +309,10 @@ def resolve(constraints: Constraints, graph: Graph, layering: Layering) -> Resol
         raise ValueError(_conflict([*said, *stages], f"the boundaries alone make {len(cuts) + 1} stages"))
     max_stages = len(names) - len(no_cuts - {0})
     if constraints.stages.low > max_stages:
-        raise ValueError(_conflict([*said, *stages], f"these {len(names)} layers make at most {max_stages} stages"))
+        why = "".join(f", as buffer {name} is updated in several" for name in sorted(set(updated.values()))[:1])
+        raise ValueError(
+            _conflict([*said, *stages], f"these {len(names)} layers make at most {max_stages} stages{why}")
+        )
     parameters = {node.meta["source"].name: node.name for node in graph.placeholders("parameter")}
     replicated = {
         parameters[name] for text in constraints.replicated for name in _matches(text, parameters, "a parameter")

@@ -80,6 +80,21 @@ class TwoNames(nn.Module):
         return (self.out(self.second(torch.tanh(self.first(self.norm(x))))) - y).square().mean()
 
 
+class SharedNorm(nn.Module):
+    """A norm that runs twice, with most of the model between: no pipeline may divide that part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(4))
+        self.first, self.second, self.third, self.last = blocks
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.second(self.norm(self.first(x)))
+        hidden = self.last(self.norm(self.third(hidden)))
+        return (hidden - y).square().mean()
+
+
 class Averaging(nn.Module):
     """Buffers that the forward assigns to: a running mean, which the loss depends on, and a count."""
 
@@ -193,6 +208,10 @@ def two_names(batch: int = 8) -> Case:
     return _series(_seeded(TwoNames), batch, 8, 16)
 
 
+def shared_norm(batch: int = 8) -> Case:
+    return _series(_seeded(SharedNorm), batch, 8, 16)
+
+
 def averaging(batch: int = 8) -> Case:
     return _series(_seeded(Averaging), batch, 8, 16)
 
@@ -211,7 +230,7 @@ def jamba(batch: int = 8) -> Case:
 
 
 _MAKERS = (
-    assigning, rotary, recurrent, gated, spectral, two_names, averaging, sparse, gpt_oss, rwkv, deepseek, qwen3_next,
-    llama4, jamba,
+    assigning, rotary, recurrent, gated, spectral, two_names, shared_norm, averaging, sparse, gpt_oss, rwkv,
+    deepseek, qwen3_next, llama4, jamba,
 )  # fmt: skip
 SPECIAL: dict[str, Callable[..., Case]] = {maker.__name__: maker for maker in _MAKERS}

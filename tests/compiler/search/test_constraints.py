@@ -8,9 +8,10 @@ import pytest
 from meshwright.compiler.cost.parameter_sharding import PATTERNS
 from meshwright.compiler.errors import InfeasibleError
 from meshwright.compiler.frontend.capture import capture
-from meshwright.compiler.frontend.layers import cluster_layers
-from meshwright.compiler.ir.graph import Graph
+from meshwright.compiler.frontend.layers import Layering, cluster_layers
+from meshwright.compiler.ir.graph import Graph, op_name
 from meshwright.compiler.plan.plan import Plan
+from meshwright.compiler.plan.validation import validate
 from meshwright.compiler.search.constraints import Range, parse_constraints, resolve
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.compiler.search.space import Space
@@ -18,6 +19,7 @@ from meshwright.costmodel.cluster import Cluster
 
 from tests.support import zoo
 from tests.support.planning import make_plan
+from tests.support.special_models import SPECIAL
 
 V100 = Cluster.preset("p3.16xlarge", 1)
 WIDE = Space(residencies=PATTERNS, recompute=("none", "selective", "full"), sequence=True)
@@ -190,3 +192,27 @@ def test_constraints_that_only_the_search_finds_impossible_are_named(graph: Grap
     assert re.search(re.escape(texts[0]), message)
     assert "no tensor parallel" in message
     assert "stages <= 2" not in message
+
+
+def test_no_stage_boundary_between_two_updates_of_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args, kwargs = SPECIAL["shared_norm"](8)
+    graph = capture(model, args, kwargs)
+    layering = cluster_layers(graph)
+    first, last = (
+        layering.layer_of[node.name] for node in graph.ops() if op_name(node) == "meshwright.batch_norm"
+    )  # fmt: skip
+    assert first < last
+    assert set(layering.updated_across(graph)) == set(range(first + 1, last + 1))
+    plan = planned(graph, "stages = 2", microbatches=2)
+    assert not first < plan.stages[1].chunks[0].layers[0] <= last
+    assert not validate(plan, graph)
+    with pytest.raises(ValueError, match=r"layers make at most 3: stages do not share a buffer .* update norm\."):
+        planned(graph, [], strategy=parse_strategy("pp4"))
+    boundary = f"stage boundary at {layering.layers[last].name}"
+    with pytest.raises(ValueError, match=f"'{boundary}': buffer norm.* is updated before and after"):
+        planned(graph, boundary)
+
+    monkeypatch.setattr(Layering, "updated_across", lambda *_: {})
+    faults = validate(planned(graph, [boundary, "stages = 2"], microbatches=2), graph)
+    assert len(faults) == 3
+    assert "stages 0 and 1 read or update buffer norm.num_batches_tracked, which one alone may" in faults
