@@ -23,11 +23,13 @@ NEEDED = (
     "segmentation-models-pytorch torch_geometric e3nn denoising-diffusion-pytorch vector-quantize-pytorch einops einx "
     "torch-einops-utils pope-pytorch loguru ema-pytorch hyper-connections frozendict lightning lightning-utilities "
     "torchmetrics jsonargparse pytorch-lightning timm ftfy regex wcwidth tiktoken more-itertools numba llvmlite "
-    "opt_einsum_fx opt-einsum accelerate psutil pyparsing aiohttp xxhash"
+    "opt_einsum_fx opt-einsum accelerate psutil pyparsing aiohttp xxhash peft torchdiffeq xlstm omegaconf "
+    "antlr4-python3-runtime==4.9.3 rtdl_revisiting_models demucs julius openunmix"
 )
 PACKAGES = (
     "x_transformers", "vit_pytorch", "litgpt", "open_clip", "whisper", "segment_anything", "monai",
     "segmentation_models_pytorch", "torch_geometric", "e3nn", "denoising_diffusion_pytorch", "vector_quantize_pytorch",
+    "peft", "torchdiffeq", "xlstm", "rtdl_revisiting_models", "demucs",
 )  # fmt: skip
 #: whether all of them are here
 FOUND = all(importlib.util.find_spec(package) is not None for package in PACKAGES)
@@ -93,6 +95,32 @@ class Invariant(nn.Module):
         return out
 
 
+class Dynamics(nn.Module):
+    """The right side of a differential equation, which counts its calls, as torchdiffeq's examples do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(width, WIDTH), nn.Tanh(), nn.Linear(WIDTH, width))
+        self.calls = 0
+
+    def forward(self, time: Tensor, state: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.net(state)
+        return out
+
+
+class Solved(nn.Module):
+    """The solution at time 1, by a method with steps of its own choice and by the adjoint equation backwards."""
+
+    def __init__(self, dynamics: nn.Module) -> None:
+        super().__init__()
+        self.dynamics, self.times = dynamics, torch.tensor([0.0, 1.0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _of("torchdiffeq", "odeint_adjoint")(self.dynamics, x, self.times, rtol=1e-3, atol=1e-3)[1]
+        return out
+
+
 class Quantised(nn.Module):
     """A quantiser between two layers."""
 
@@ -150,6 +178,53 @@ def _vit(name: str, size: int = 32, **settings: Any) -> Case:
     return _classifier(_of(f"vit_pytorch.{module}", kind)(num_classes=CLASSES, **settings), size)
 
 
+def _adapted(**settings: Any) -> Case:
+    kinds = (_of("transformers", f"Llama{kind}") for kind in ("Config", "ForCausalLM"))
+    config, model = kinds
+    net = model(config(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    ))  # fmt: skip
+    adapter = _of("peft", "LoraConfig")(r=4, task_type="CAUSAL_LM", **settings)
+    ids = tokens()
+    return Case(_of("peft", "get_peft_model")(net, adapter), (), {"input_ids": ids, "labels": ids})
+
+
+def _ode() -> Case:
+    _of("torchdiffeq", "odeint_adjoint")  # at its import it makes tables, which a capture would make without data
+    return _series(nn.Sequential(nn.Linear(16, 16), Solved(Dynamics(16)), nn.Linear(16, 16)), 16)
+
+
+def _xlstm() -> Case:
+    def config(name: str) -> Any:
+        return _of("xlstm", f"{name}Config")
+
+    mlstm = config("mLSTMBlock")(mlstm=config("mLSTMLayer")(conv1d_kernel_size=4, qkv_proj_blocksize=4, num_heads=4))
+    cell = config("sLSTMLayer")(backend="vanilla", num_heads=4, conv1d_kernel_size=4)
+    slstm = config("sLSTMBlock")(slstm=cell, feedforward=config("FeedForward")(proj_factor=1.3))
+    return _language(_of("xlstm", "xLSTMLMModel")(config("xLSTMLMModel")(
+        vocab_size=VOCABULARY, embedding_dim=WIDTH, num_blocks=2, context_length=TOKENS, mlstm_block=mlstm,
+        slstm_block=slstm, slstm_at=[1],
+    )))  # fmt: skip
+
+
+def _table() -> Case:
+    net = _of("rtdl_revisiting_models", "FTTransformer")(
+        n_cont_features=6, cat_cardinalities=[4, 5], d_out=CLASSES, n_blocks=2, d_block=32, attention_n_heads=4,
+        attention_dropout=0.0, ffn_d_hidden_multiplier=2, ffn_dropout=0.0, residual_dropout=0.0,
+    )  # fmt: skip
+    inputs = torch.randn(BATCH, 6), torch.randint(0, 4, (BATCH, 2))
+    return Case(net, inputs, {}, (torch.randint(0, CLASSES, (BATCH,)),), _cross_entropy)
+
+
+def _demucs() -> Case:
+    net = _of("demucs.htdemucs", "HTDemucs")(
+        ["voice", "rest"], audio_channels=1, channels=8, depth=2, t_layers=1, t_heads=2, nfft=256, segment=0.05,
+        samplerate=8000, bottom_channels=0, use_train_segment=False,
+    )  # fmt: skip
+    return Case(net, (torch.randn(BATCH, 1, 1024),), {}, (torch.randn(BATCH, 2, 1, 1024),), functional.l1_loss)
+
+
 STAGES = {"dim": (32, 32, WIDTH, WIDTH), "depth": (1, 1, 1, 1)}
 PATCHES = {"image_size": 32, "patch_size": 8, "dim": WIDTH, "depth": 2, "heads": 4, "mlp_dim": WIDTH}
 MODELS: dict[str, tuple[str, Callable[[], Case]]] = {
@@ -194,6 +269,12 @@ MODELS: dict[str, tuple[str, Callable[[], Case]]] = {
         Quantised(_of("vector_quantize_pytorch", "FSQ")(levels=[8, 5, 5, 5])), TOKENS, 16)),
     "vector quantisation by averages": ("quantiser", lambda: _series(
         Quantised(_of("vector_quantize_pytorch", "VectorQuantize")(dim=4, codebook_size=32)), TOKENS, 16)),
+    "PEFT LoRA on Llama": ("adapter", lambda: _adapted(target_modules="all-linear", modules_to_save=["lm_head"])),
+    "PEFT DoRA on Llama": ("adapter", lambda: _adapted(target_modules=["q_proj", "v_proj"], use_dora=True)),
+    "torchdiffeq neural ODE": ("differential equation", _ode),
+    "xLSTM": ("recurrent", _xlstm),
+    "FT-Transformer": ("tabular", _table),
+    "Hybrid Demucs": ("audio", _demucs),
 }  # fmt: skip
 
 for _name, (_kind, _build) in MODELS.items():
