@@ -208,6 +208,7 @@ def silence_torch() -> Iterator[io.StringIO]:
     try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(written):
             warnings.simplefilter("ignore", FutureWarning)
+            warnings.filterwarnings("ignore", "Unable to execute the generated python source code")
             yield written
     finally:
         logging.disable(before)
