@@ -63,6 +63,7 @@ from .repeated_blocks import BLOCK, Blocks, BlockTemplate, TracedBlock, live_nod
 from .rewrites import rewrite
 from .source_errors import capture_error, line_of, node_error
 from .value_checks import ValueChecks
+from .wrappers import refuse_wrappers
 
 __all__ = ["CaptureError", "capture", "experts", "loss_of"]
 
@@ -103,6 +104,7 @@ def capture(
             "targets are the arguments of `loss_fn`, but got targets and no loss_fn; "
             "pass loss_fn=, or make them inputs of the model"
         )
+    refuse_wrappers(model)
     with ExitStack() as stack:
         if gc.isenabled():  # a capture makes many objects and little garbage, and so do PyTorch's imports at the first
             gc.disable()
