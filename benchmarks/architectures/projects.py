@@ -179,8 +179,7 @@ def _vit(name: str, size: int = 32, **settings: Any) -> Case:
 
 
 def _adapted(**settings: Any) -> Case:
-    kinds = (_of("transformers", f"Llama{kind}") for kind in ("Config", "ForCausalLM"))
-    config, model = kinds
+    config, model = (_of("transformers", f"Llama{kind}") for kind in ("Config", "ForCausalLM"))
     net = model(config(
         vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2,

@@ -171,18 +171,20 @@ class ModuleCopy:
     def __call__(self, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         """Run ``forward`` with these tensors. Numbers and caches that it leaves in attributes are not kept: ``twice``
         shows whether they matter. OpaqueError if it changes others."""
-        return self._run(1, nullcontext, tensors, args, kwargs)
+        return self._run((), tensors, args, kwargs)
 
     def twice(self, seed: Callable[[], Any], tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         """What ``forward`` returns in a second run in a row, with what the first one left in attributes. seed: called
-        before each."""
-        return self._run(2, seed, tensors, args, kwargs)
+        between them."""
+        return self._run((seed,), tensors, args, kwargs)
 
-    def _run(self, times: int, seed: Callable[[], Any], tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+    def _run(self, again: Sequence[Callable[[], Any]], tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+        """Run ``forward``, and once more after each call of ``again``; what the last run returns."""
         copies: dict[int, nn.Module] = {}
         module = _filled(self._root, tensors, copies)
-        before, returned = [_attributes(one) for one in copies.values()], None
-        for _ in range(times):
+        before = [_attributes(one) for one in copies.values()]
+        returned = module.forward(*args, **kwargs)
+        for seed in again:
             seed()
             returned = module.forward(*args, **kwargs)
         after = [_attributes(one) for one in copies.values()]

@@ -164,6 +164,8 @@ class Resolved:
     replicated: frozenset[str] = frozenset()
     #: op node → labels that some mesh axis must carry
     split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    #: those of ``no_cuts`` that a buffer forbids (``Layering.updated_across``), and its name
+    updated: Mapping[int, str] = field(default_factory=dict)
     #: class of a layer → recompute modes that it may take (``distinguish_layers``)
     modes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -309,7 +311,7 @@ def resolve(constraints: Constraints, graph: Graph, layering: Layering) -> Resol
         raise ValueError(_conflict([*said, *stages], f"the boundaries alone make {len(cuts) + 1} stages"))
     max_stages = len(names) - len(no_cuts - {0})
     if constraints.stages.low > max_stages:
-        why = "".join(f", as buffer {name} is updated in several" for name in sorted(set(updated.values()))[:1])
+        why = f", as buffer {min(updated.values())} is updated in several" if updated else ""
         raise ValueError(
             _conflict([*said, *stages], f"these {len(names)} layers make at most {max_stages} stages{why}")
         )
@@ -321,7 +323,7 @@ def resolve(constraints: Constraints, graph: Graph, layering: Layering) -> Resol
     for text, label in constraints.split:
         for name in _splittable(graph, layering, text, label):
             split[name] = (*split.get(name, ()), label)
-    return Resolved(tuple(sorted(cuts)), tuple(sorted(no_cuts)), frozenset(replicated), split)
+    return Resolved(tuple(sorted(cuts)), tuple(sorted(no_cuts)), frozenset(replicated), split, updated)
 
 
 def annotations_of(graph: Graph, layering: Layering) -> list[str]:

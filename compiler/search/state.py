@@ -278,11 +278,10 @@ def prepare_search(graph: Graph, cluster: Cluster, request: PlanRequest) -> Sear
         constraints = replace(parse_constraints(both), layer_modes=constraints.layer_modes)
         constraints.check(global_batch, cluster.num_devices, microbatches, strategy)
     resolved = resolve(constraints, graph, layering)
-    updated = layering.updated_across(graph)
-    if strategy and strategy.num_stages > (most := len(layering.layers) - len(updated)):
+    if strategy and strategy.num_stages > (most := len(layering.layers) - len(resolved.updated)):
         raise ValueError(
             f"strategy asks for {strategy.num_stages} stages, but the layers make at most {most}: stages do not "
-            f"share a buffer that they update, but several layers update {next(iter(updated.values()))}"
+            f"share a buffer that they update, but several layers update {next(iter(resolved.updated.values()))}"
         )
     layering, resolved = distinguish_layers(layering, graph, constraints, resolved)
     return SearchState(
