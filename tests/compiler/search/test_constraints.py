@@ -208,6 +208,8 @@ def test_no_stage_boundary_between_two_updates_of_a_buffer(monkeypatch: pytest.M
     assert not validate(plan, graph)
     with pytest.raises(ValueError, match=r"layers make at most 3: stages do not share a buffer .* update norm\."):
         planned(graph, [], strategy=parse_strategy("pp4"))
+    with pytest.raises(ValueError, match=r"make at most 2 stages, as buffer norm\.\w+ is updated in several"):
+        planned(graph, ["no stage boundary at last", "stages = 3"])
     boundary = f"stage boundary at {layering.layers[last].name}"
     with pytest.raises(ValueError, match=f"'{boundary}': buffer norm.* is updated before and after"):
         planned(graph, boundary)
