@@ -27,13 +27,12 @@ from ..pipeline.regular import (
     PipelineCase,
     allowed_runs,
     case_bounds,
-    close_bound,
     dual_levels,
     groups_that_fit,
     mesh_bound,
     places,
-    solve_case,
 )
+from ..pipeline.regular_solver import close_bound, solve_case
 from ..pipeline.stage_dp import bound_of
 from ..pipeline.table import PipelineTable
 from .lower_bounds import LARGEST_MULTIPLIER, NO_MULTIPLIER

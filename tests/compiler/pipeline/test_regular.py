@@ -16,17 +16,14 @@ from meshwright.compiler.pipeline.recurrence import fill_share
 from meshwright.compiler.pipeline.regular import (
     MeshTable,
     PipelineCase,
-    _even,
-    _Solver,
     allowed_runs,
     case_bounds,
-    close_bound,
     groups_that_fit,
     in_flight_by_chunk,
     mesh_bound,
     places,
-    solve_case,
 )
+from meshwright.compiler.pipeline.regular_solver import _even, _Solver, close_bound, solve_case
 from meshwright.compiler.pipeline.schedule import in_flight
 from meshwright.compiler.pipeline.table import Pipeline, PipelineTable, StageConstraints, StageOption
 from meshwright.compiler.search.parallel_shape import parse_strategy

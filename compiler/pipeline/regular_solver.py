@@ -1,0 +1,448 @@
+"""The best regular pipeline of a case by the costs of its mesh (``regular``), and a bound on the cuts that are tried.
+
+Cuts. With one chunk per group the cuts and the level of every stage are those of least W (``stage_dp``), by a dynamic
+program over stages and layers that knows the memory of each stage exactly::
+
+    W(k, i) = min over j, levels that fit of  max(m t + σ, φ t + x + W(k + 1, j))         φ: ``fill_share``
+
+and those of the most even division, where that is another.
+
+A stage whose faster level does not fit would leave the bytes empty that the next level spares. So it may be a *mix*:
+its first layers at the faster level, as many as there is room for, the others at the level that fits.
+
+With several chunks, one program finds the least largest chunk, another the division that is most even under it (least
+Σ t²). Then every group takes the levels of its chunks with which it is fastest within its memory (every combination of
+levels is compared). The slowest group is made faster by mixes, as long as there is one, and the division is made again
+for these levels, while that gets faster.
+
+Memory of group k: Σ resident + the most that is saved at any time + the largest transient; what is in flight of each
+chunk is read off the schedule (``in_flight_by_chunk``), because a loss's large saved bytes are held only briefly.
+
+``close_bound`` and ``RegularAnswer.bound_s`` are bounds as in ``regular``, but of the space in which layers are dealt
+to chunks evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise, product
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .families import in_flight_formula, virtual_order
+from .recurrence import fill_share
+from .regular import MeshTable, Parts, PipelineCase, allowed_runs, dual_levels, in_flight_by_chunk, least_paths
+from .table import Floats, Mix, Pipeline, StageChoice, StageConstraints
+
+__all__ = ["RegularAnswer", "close_bound", "solve_case"]
+
+_MOST_MIXED = 1.2  # of a case's bound: stages that take longer are not mixed
+_ROUNDS = 3  # times that the layers are divided again for other levels
+_TIE = 1e-9  # of a case's seconds: what an uneven division is worth where W is the same
+
+
+@dataclass(frozen=True)
+class RegularAnswer:
+    """The best pipelines of a case (none if nothing fits by the table), a bound on those with the cuts that were looked
+    at, and the mixes in them, which are numbered as options behind those of the table."""
+
+    pipelines: tuple[Pipeline, ...]
+    bound_s: float
+    mixes: tuple[Mix, ...] = ()
+
+
+def close_bound(mesh: MeshTable, m: int, case: PipelineCase, constraints: StageConstraints) -> float:
+    """A closer bound on a case with several chunks per group: on the divisions that are looked at."""
+    solver = _Solver(mesh, m, case, allowed_runs(mesh.pace, constraints))
+    return min((solver.bound(cuts) for cuts in solver.divisions), default=inf)
+
+
+def solve_case(mesh: MeshTable, m: int, case: PipelineCase, constraints: StageConstraints) -> RegularAnswer:
+    """The best pipeline of a case by the estimates of its table, and a bound on the cuts that were looked at."""
+    solver = _Solver(mesh, m, case, allowed_runs(mesh.pace, constraints))
+    return solver.single() if case.chunks == 1 else solver.chunked()
+
+
+@dataclass(eq=False)
+class _Runs:
+    """Arrays [L, L + 1] of the runs of layers as one stage: the level, m · pace + step, W from there on; and of a mix
+    the level of the first layers and where they end (0: no mix)."""
+
+    level: NDArray[np.intp]
+    head: Floats
+    path: Floats
+    first: NDArray[np.intp] = field(init=False)
+    cut: NDArray[np.intp] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first, self.cut = np.zeros_like(self.level), np.zeros_like(self.level)
+
+    def parts(self, first: int, end: int, options: NDArray[np.intp]) -> Parts:
+        """The parts of a run. options: by level."""
+        option, cut = int(options[self.level[first, end]]), int(self.cut[first, end])
+        if not cut:
+            return [(option, first, end)]
+        return [(int(options[self.first[first, end]]), first, cut), (option, cut, end)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Solver:
+    mesh: MeshTable
+    m: int
+    case: PipelineCase
+    allowed: NDArray[np.bool_]
+    mixes: list[Mix] = field(default_factory=list)
+
+    @cached_property
+    def _fill(self) -> float:
+        """The share of a stage's seconds that its messages wait for, a third of them forward."""
+        return float(fill_share(self.case.schedule, 1 / 3, 1 / 3))
+
+    # -- one chunk per group
+
+    def single(self) -> RegularAnswer:
+        """The cuts and levels of least W, and the least W on lower bounds."""
+        p, m, mesh, table = self.case.groups, self.m, self.mesh, self.mesh.table
+        layers = table.num_layers
+        low_s = float(least_paths(mesh, m, self.case.schedule, self.allowed, p)[p])
+        rest = np.where(np.arange(layers + 1) == layers, 0.0, inf)
+        ends, chosen = [], list[_Runs]()
+        for k in reversed(range(p)):
+            options = self._options_of(k)
+            q = in_flight_formula(self.case.schedule, k, p, m)
+            held = table.resident[options] + table.transient[options] + q * table.saved[options]
+            within = held <= mesh.limits(k)[0]
+            fits = within & self.allowed & np.isfinite(table.pace_s[options])
+            t, once = table.pace_s[options], table.step_s[options]
+            x = table.transfer_s[options] + (0.0 if table.entry_s is None else table.entry_s[options])
+            head = np.where(fits, m * t + once, inf)
+            seconds = np.where(fits, t, 0.0)
+            path = np.maximum(head, self._fill * seconds + x + rest)
+            path = path + _TIE * seconds**2 / max(float(seconds.max()), 1e-30)
+            level = path.argmin(axis=0)
+            at = level[None]
+            runs = _Runs(level, np.take_along_axis(head, at, axis=0)[0], np.take_along_axis(path, at, axis=0)[0])
+            self._mix(runs, k, q, fits, rest, low_s)
+            end = runs.path.argmin(axis=1)
+            ends.append(end)
+            chosen.append(runs)
+            rest = np.append(np.take_along_axis(runs.path, end[:, None], axis=1)[:, 0], inf)
+        if not np.isfinite(rest[0]):
+            return RegularAnswer((), low_s)
+        cuts = [0]
+        for end in reversed(ends):
+            cuts.append(int(end[cuts[-1]]))
+        even = _even([runs.head for runs in reversed(chosen)])
+        found = []
+        for one in dict.fromkeys((tuple(cuts), even or tuple(cuts))):
+            parts = [
+                runs.parts(*both, self._options_of(k))
+                for k, (runs, both) in enumerate(zip(chosen[::-1], pairwise(one)))
+            ]
+            found.append(self._pipeline(parts))
+        return RegularAnswer(tuple(found), low_s, tuple(self.mixes))
+
+    def _options_of(self, k: int) -> NDArray[np.intp]:
+        """[levels] the options of a group."""
+        return np.arange(self.mesh.levels) * self.mesh.sites + self.mesh.places[k][1]
+
+    @cached_property
+    def _distinct(self) -> list[int]:
+        """A level of each kind: those of one kind have equal seconds."""
+        pace = self.mesh.table.pace_s[:: self.mesh.sites]
+        return sorted({pace[level].tobytes(): level for level in reversed(range(len(pace)))}.values())
+
+    def _mix(self, runs: _Runs, k: int, q: int, fits: NDArray[np.bool_], rest: Floats, low_s: float) -> None:
+        """Make runs faster whose first layers have room for a faster level, where that could matter."""
+        mesh, table, options = self.mesh, self.mesh.table, self._options_of(k)
+        limit, _ = mesh.limits(k)
+        most_s = _MOST_MIXED * low_s
+        for level in self._distinct if mesh.actions_s is not None else ():
+            one = options[level]
+            whole = self.m * table.pace_s[one] + table.step_s[one]
+            i, j = np.nonzero(np.isfinite(runs.head) & ~fits[level] & (whole < np.minimum(runs.head, most_s)))
+            i, j = i[j - i > 1], j[j - i > 1]
+            other = options[runs.level[i, j]]
+            low, high = i.copy(), j.copy()  # so far the first layers fit; so far they do not
+            while len(i) and (high - low > 1).any():
+                cut = (low + high) // 2
+                held = table.resident[one, i, cut] + table.resident[other, cut, j]
+                held += q * (table.saved[one, i, cut] + table.saved[other, cut, j])
+                held += np.maximum(table.transient[one, i, cut], table.transient[other, cut, j])
+                possible = np.isfinite(table.pace_s[one, i, cut]) & np.isfinite(table.pace_s[other, cut, j])
+                room = (held <= limit) & possible
+                low, high = np.where(room, cut, low), np.where(room, high, cut)
+            some = low > i
+            i, j, cut, other = i[some], j[some], low[some], other[some]
+            t = table.pace_s[one, i, cut] + table.pace_s[other, cut, j] - (mesh.actions_s or 0.0)
+            head = self.m * t + table.step_s[one, i, cut] + table.step_s[other, cut, j]
+            x = table.transfer_s[other, cut, j] + (0.0 if table.entry_s is None else table.entry_s[one, i, cut])
+            path = np.maximum(head, self._fill * t + x + rest[j])
+            better = path < runs.path[i, j]
+            at = i[better], j[better]
+            runs.head[at], runs.path[at], runs.cut[at], runs.first[at] = head[better], path[better], cut[better], level
+
+    # -- several chunks per group
+
+    def chunked(self) -> RegularAnswer:
+        """The fastest pipeline of the divisions."""
+        best: Pipeline | None = None
+        bound_s = inf
+        for division in self.divisions:
+            cuts, before_s = division, inf
+            for _ in range(_ROUNDS):
+                bound_s = min(bound_s, self.bound(cuts))
+                levels, fits = self._levels(cuts)
+                chunks = self._mixed(cuts, levels) if fits else self._whole(cuts, levels)
+                found = self._pipeline(chunks) if fits else None
+                if found is not None and (best is None or found.estimate_s < best.estimate_s):
+                    best = found
+                again = self._divided_again(chunks)
+                if again is None or again == cuts or (found is not None and found.estimate_s > before_s):
+                    break
+                cuts, before_s = again, found.estimate_s if found is not None else before_s
+        return RegularAnswer((best,) if best is not None else (), bound_s, tuple(self.mixes))
+
+    def _divided_again(self, chunks: Sequence[Parts]) -> tuple[int, ...] | None:
+        """An even division by the seconds of the table at the levels of each chunk; of a mix, in their proportion."""
+        pace, arrays = self.mesh.table.pace_s, dict[tuple[tuple[int, float], ...], Floats]()
+        order = []
+        for parts in chunks:
+            length = parts[-1][2] - parts[0][1]
+            key = tuple((option, (j - i) / length) for option, i, j in parts)
+            if key not in arrays:
+                arrays[key] = np.where(self.allowed, sum(share * pace[option] for option, share in key), inf)
+            order.append(arrays[key])
+        return _even(order)
+
+    def _whole(self, cuts: Sequence[int], levels: NDArray[np.intp]) -> list[Parts]:
+        """The chunks at these levels, in the order of the layers."""
+        at = zip(self._places, pairwise(cuts))
+        return [[(int(self._options_of(k)[levels[k, c]]), i, j)] for (k, c), (i, j) in at]
+
+    def _mixed(self, cuts: Sequence[int], levels: NDArray[np.intp]) -> list[Parts]:
+        """The chunks at these levels, with mixes in the slowest group until that cannot be made faster."""
+        chunks, table = self._whole(cuts, levels), self.mesh.table
+        of_group: dict[int, list[int]] = {}
+        for n, (k, _) in sorted(enumerate(self._places), key=lambda entry: entry[1]):
+            of_group.setdefault(k, []).append(n)
+
+        def seconds(parts: Parts) -> float:
+            return self.m * self.mesh.pace_of(parts) + float(sum(table.step_s[one] for one in parts))
+
+        loads = {k: sum(seconds(chunks[n]) for n in numbers) for k, numbers in of_group.items()}
+        while self.mesh.actions_s is not None:
+            slowest = max(loads, key=loads.__getitem__)
+            found = self._faster(slowest, [chunks[n] for n in of_group[slowest]], seconds)
+            if found is None:
+                break
+            place, parts, gain = found
+            chunks[of_group[slowest][place]] = parts
+            loads[slowest] -= gain
+        return chunks
+
+    def _faster(
+        self, k: int, chunks: Sequence[Parts], seconds: Callable[[Parts], float]
+    ) -> tuple[int, Parts, float] | None:
+        """(the place of a chunk of a group, its parts as a mix, the seconds that this gains): the mix that gains
+        most."""
+        table, options = self.mesh.table, self._options_of(k)
+        limit, _ = self.mesh.limits(k)
+
+        def fits(parts: Sequence[Parts]) -> bool:
+            every = [one for some in parts for one in some]
+            if not all(np.isfinite(table.pace_s[one]) for one in every):
+                return False
+            saved = np.array([sum(table.saved[one] for one in some) for some in parts])
+            held = sum(table.resident[one] for one in every) + max(table.transient[one] for one in every)
+            return bool(held + (self._flights[k] @ saved).max() <= limit)
+
+        best: tuple[int, Parts, float] | None = None
+        for place, parts in enumerate(chunks):
+            ((option, i, j), *rest), now_s = parts, seconds(parts)
+            for level in self._distinct if not rest else ():
+                if seconds([(int(options[level]), i, j)]) >= now_s:
+                    continue
+                low, high = i, j
+                while high - low > 1:
+                    cut = (low + high) // 2
+                    mixed = [(int(options[level]), i, cut), (option, cut, j)]
+                    if fits([*chunks[:place], mixed, *chunks[place + 1 :]]):
+                        low = cut
+                    else:
+                        high = cut
+                mixed = [(int(options[level]), i, low), (option, low, j)]
+                gain = now_s - seconds(mixed) if low > i else 0.0
+                if gain > (0.0 if best is None else best[2]):
+                    best = place, mixed, gain
+        return best
+
+    @cached_property
+    def divisions(self) -> list[tuple[int, ...]]:
+        """Where chunks begin and end: even by the least seconds of chunks, and by these with the bytes that they hold
+        at the price at which the groups' memory is worth most."""
+        mesh, found = self.mesh, list[tuple[int, ...]]()
+        pace = np.where(self.allowed, mesh.pace, inf)
+        for level in [-1, *self._duals]:
+            if level < 0:
+                arrays = dict.fromkeys(self._places, pace)
+            else:
+                value, least = (np.where(self.allowed, one, 0.0) for one in (mesh.value[level], mesh.pace))
+                gain = np.maximum(value - least, 0.0)
+                ratio = mesh.byte[level] / mesh.saved_byte[level]
+                shares = {(k, c): min(1.0, ratio * self._most_held[k][c]) for k, c in self._places}
+                by_share = {share: pace + share * gain for share in shares.values()}
+                arrays = {place: by_share[share] for place, share in shares.items()}
+            cuts = _even([arrays[place] for place in self._places])
+            if cuts is not None and cuts not in found:
+                found.append(cuts)
+        return found
+
+    @cached_property
+    def _duals(self) -> list[int]:
+        return dual_levels(self.mesh, self.m, self.case, self.allowed)
+
+    @cached_property
+    def _most_held(self) -> list[NDArray[np.intp]]:
+        """By group, the microbatches in flight of each chunk when most of them are."""
+        return [times[times.sum(axis=1).argmax()] for times in self._flights]
+
+    @cached_property
+    def _places(self) -> tuple[tuple[int, int], ...]:
+        return virtual_order(self.case.schedule, self.case.groups, self.case.chunks)
+
+    @cached_property
+    def _flights(self) -> tuple[NDArray[np.intp], ...]:
+        return in_flight_by_chunk(self.case.schedule, self.case.groups, self.m, self.case.chunks)
+
+    def _levels(self, cuts: Sequence[int]) -> tuple[NDArray[np.intp], bool]:
+        """(the levels [groups, chunks] with which every group is fastest within its memory, True if all fit). A group
+        that never fits takes what holds least."""
+        case, mesh, table = self.case, self.mesh, self.mesh.table
+        combos = np.array(list(product(range(mesh.levels), repeat=case.chunks)))
+        at = self._ranges(cuts)
+        chosen, all_fit = np.zeros((case.groups, case.chunks), dtype=np.intp), True
+        for k in range(case.groups):
+            options = combos * mesh.sites + mesh.places[k][1]
+            first, end = at[k].T
+            load = (self.m * table.pace_s[options, first, end] + table.step_s[options, first, end]).sum(axis=1)
+            held = table.resident[options, first, end].sum(axis=1) + table.transient[options, first, end].max(axis=1)
+            held = held + (table.saved[options, first, end] @ self._flights[k].T).max(axis=1)
+            held = np.where(np.isfinite(load), held, inf)
+            fits = held <= mesh.limits(k)[0]
+            all_fit &= bool(fits.any())
+            chosen[k] = combos[np.where(fits, load, inf).argmin() if fits.any() else held.argmin()]
+        return chosen, all_fit
+
+    def _ranges(self, cuts: Sequence[int]) -> NDArray[np.intp]:
+        """[groups, chunks, 2] the layers of every chunk."""
+        ranges = np.zeros((self.case.groups, self.case.chunks, 2), dtype=np.intp)
+        for (k, c), both in zip(self._places, pairwise(cuts)):
+            ranges[k, c] = both
+        return ranges
+
+    def bound(self, cuts: Sequence[int]) -> float:
+        """A lower bound on the makespan of every pipeline with these cuts."""
+        mesh, at, bound, before = self.mesh, self._ranges(cuts), 0.0, 0.0
+        ratio = mesh.byte / np.where(mesh.saved_byte > 0, mesh.saved_byte, 1.0)
+        for k in range(self.case.groups):
+            first, end = at[k].T
+            pace = mesh.pace[first, end]
+            gain = np.maximum(mesh.value[:, first, end] - pace, 0.0)  # [levels, chunks]
+            theta = np.minimum(1.0, ratio[:, None, None] * self._flights[k])  # [levels, times, chunks]
+            room = mesh.limits(k)[1] - float(mesh.peak[first, end].max())
+            if room < 0:
+                return inf
+            loads = (theta * gain[:, None]).sum(axis=2).max(axis=1) - mesh.byte * room
+            load = float(pace.sum() + max(float(loads.max()), 0.0))
+            bound = max(bound, self.m * load, before + self.m * (float(pace.sum()) if mesh.whole else load))
+            if self.case.schedule == "interleaved":
+                before += float(pace[0])
+        return bound
+
+    # -- the figures of a pipeline
+
+    def _pipeline(self, chunks: Sequence[Parts]) -> Pipeline:
+        """The pipeline of these chunks, in the order of the layers."""
+        case, table, m = self.case, self.mesh.table, self.m
+        p, v = case.groups, case.chunks
+        places = self._places if v > 1 else tuple((k, 0) for k in range(p))
+        both_ways = self.mesh.messages(chunks, [group for group, _ in places])
+        messages = [ahead + back for ahead, back in both_ways]
+        pace, saved, chunk_bytes = [], np.zeros((p, v)), []
+        load, step, resident, transient = ([0.0] * p for _ in range(4))
+        for (group, chunk), parts in zip(places, chunks):
+            pace.append(self.mesh.pace_of(parts))
+            held = sum(float(table.resident[one]) for one in parts)
+            running = max(float(table.transient[one]) for one in parts)
+            load[group] += pace[-1]
+            step[group] += sum(float(table.step_s[one]) for one in parts)
+            resident[group] += held
+            transient[group] = max(transient[group], running)
+            saved[group, chunk] = sum(float(table.saved[one]) for one in parts)
+            chunk_bytes.append(held + running)
+        estimate = before = 0.0
+        for k in range(p):
+            estimate = max(estimate, before + m * load[k] + step[k])
+            if k < p - 1:
+                before += self._fill * pace[k] + messages[k]
+        worst = [times[(times @ s).argmax()] for s, times in zip(saved, self._flights)]
+        peaks = [r + t + float(times @ s) for r, t, s, times in zip(resident, transient, saved, worst)]
+        offsets = [self.mesh.places[group][0] for group in range(p)]
+        at = [(self._number(parts), parts[0][1], parts[-1][2]) for parts in chunks]
+        return Pipeline(
+            stages=tuple(StageChoice(i, j, option, offsets[g]) for (g, _), (option, i, j) in zip(places, at)),
+            path_s=estimate,
+            latency_s=estimate,
+            estimate_s=estimate,
+            in_flight=tuple(in_flight_formula(case.schedule, k, p, m, v if v > 1 else None) for k in range(p)),
+            peak_bytes=tuple(peaks),
+            limit_bytes=tuple(self.mesh.limits(k)[0] for k in range(p)),
+            idle_devices=table.num_devices - p * table.options[0].num_devices,
+            chunks=v,
+            messages_s=tuple(both_ways),
+            chunk_bytes=tuple(
+                held + float(worst[group][chunk] * saved[group, chunk])
+                for (group, chunk), held in zip(places, chunk_bytes)
+            )
+            if v > 1
+            else (),
+            chunk_in_flight=tuple(int(worst[group][chunk]) for group, chunk in places) if v > 1 else (),
+        )
+
+    def _number(self, parts: Parts) -> int:
+        """The option of a chunk; of a mix, the number that it has behind the options of the table."""
+        (one, first, end), *rest = parts
+        if not rest:
+            return one
+        mix = Mix(one, rest[0][0], first, end, rest[0][2])
+        if mix not in self.mixes:
+            self.mixes.append(mix)
+        return len(self.mesh.table.options) + self.mixes.index(mix)
+
+
+def _even(arrays: Sequence[Floats]) -> tuple[int, ...] | None:
+    """The cuts of the most even division (least Σ t²) with the least largest chunk, by [L, L + 1] seconds of each chunk
+    in order; None if there is none."""
+    layers = len(arrays[0])
+    value = np.where(np.arange(layers + 1) == 0, 0.0, inf)
+    for pace in arrays:
+        value = np.maximum(value[:-1, None], pace).min(axis=0)
+    largest = float(value[-1])
+    if not largest < inf:
+        return None
+    squares = {id(pace): np.where(pace <= largest, pace, inf) ** 2 for pace in arrays}
+    value = np.where(np.arange(layers + 1) == 0, 0.0, inf)
+    came = []
+    for pace in arrays:
+        total = value[:-1, None] + squares[id(pace)]
+        came.append(total.argmin(axis=0))
+        value = np.take_along_axis(total, came[-1][None], axis=0)[0]
+    cuts = [layers]
+    for before in reversed(came):
+        cuts.append(int(before[cuts[-1]]))
+    return tuple(cuts[::-1])
