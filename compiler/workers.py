@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import signal
 from collections.abc import Callable, Sequence
+from math import isfinite
 from typing import Generic, TypeVar
 
 import torch
@@ -36,6 +38,11 @@ class ForkedTask(Generic[T]):
         self._answer: list[T] = []  # empty until it is known
         if not (apart and self._fork()):
             self._answer.append(work())
+
+    def ready(self, timeout_s: float) -> bool:
+        """Wait for the answer for so many seconds; True if it is known by then or the child is gone."""
+        timeout = max(timeout_s, 0.0) if isfinite(timeout_s) else None
+        return bool(self._answer or select.select([self._answers], [], [], timeout)[0])
 
     def result(self) -> T:
         """The answer, or what ``work`` raised. Where the child died without one, the work is done here."""

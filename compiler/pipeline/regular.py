@@ -8,8 +8,13 @@ chunks D_k are those of ``families.virtual_order``.
 Bounds. T_k = Σ_{c ∈ D_k} t_c is a group's load. By the proof in ``bounds``, with the chunks in place of stages, every
 sound schedule takes at least ::
 
-    one chunk     the least W over all cuts, on lower bounds of t                interleaved   Σ_{c<k} t_c + m T_k
-    zb-h1, zb-v   m T_k
+    all           Σ_{c<k} f_c + m T_k                                            interleaved   Σ_{c<k} t_c + m T_k
+    one chunk     the least W over all cuts, on lower bounds of t
+                  Σ_{c<k} f_c + (m − q_k + 1) t_k + (q_k − 1) b_k + Σ_{c>k} w_c
+
+with f and b the forward and the backward alone, and w a way there and back (zb-h1: without the gradients of weights).
+The last line is of a stage that holds q_k ≤ m microbatches: before its first backward, which comes w_c of all later
+stages after its first forward, it has q_k forwards to do at most, and waits for the rest of that time.
 
 A level (λ, μ), seconds per resident byte and per saved byte, says t_c + λ r_c + μ s_c ≥ value_c for every choice. At
 some time group k holds h_c microbatches of each of its chunks, so that Σ (r_c + h_c s_c) ≤ M, and with θ_c = min(1,
@@ -71,9 +76,9 @@ class MeshTable:
     near: by site, if messages to the group in front and behind are priced as inside a host; hosts: by group, its host.
     whole: True if seconds t in ``value`` have a stage's work per step, divided by the microbatches, in them.
     value: the least of t + byte · resident + saved_byte · saved of any choice; pace: the least seconds whatever the
-    bytes; trip: these without the gradients of weights; peak: the bytes that a run of layers takes beside at some time,
-    whatever is chosen; actions_s: the part of each pace that a stage takes once, where all else is a sum over its
-    layers, so that levels may be mixed (None: they may not).
+    bytes; trip: these without the gradients of weights; forward, backward: of these alone; peak: the bytes that a run
+    of layers takes beside at some time, whatever is chosen; actions_s: the part of each pace that a stage takes once,
+    where all else is a sum over its layers, so that levels may be mixed (None: they may not).
     """
 
     table: PipelineTable
@@ -82,7 +87,9 @@ class MeshTable:
     value: Floats
     byte: Floats
     saved_byte: Floats
-    trip: Floats  # [L, L + 1], as ``pace`` and ``peak``
+    trip: Floats  # [L, L + 1], as ``pace``, ``forward``, ``backward`` and ``peak``
+    forward: Floats
+    backward: Floats
     peak: Floats
     near: Sequence[tuple[bool, bool]]
     hosts: Sequence[int]
@@ -229,10 +236,15 @@ def least_paths(mesh: MeshTable, m: int, schedule: str, allowed: NDArray[np.bool
     # stage's work per step follows on it, so values that have more of that in them bound a stage's own work alone.
     trip = np.where(allowed, mesh.trip if fill == 0.0 else mesh.pace, inf)
     fill = 0.0 if mesh.whole else fill
+    forward = 0.0 if schedule == PIPEDREAM else mesh.forward
+    back = _least_tails(trip)
     for left in range(1, most + 1):  # of several stages the first holds as many as any that is so far from the end
         bound = mesh.least_seconds(in_flight_formula(schedule, 0, left, m), allowed)
-        behind = fill * np.where(np.isfinite(bound), bound, 0.0) + rest
-        rest = np.append(np.maximum(m * bound, behind).min(axis=1), inf)
+        behind = np.maximum(fill * np.where(np.isfinite(bound), bound, 0.0), forward) + rest
+        head, flight = m * bound, in_flight_formula(schedule, 0, left, m)
+        if flight <= m and schedule != PIPEDREAM:
+            head = np.maximum(head, (m - flight + 1) * bound + (flight - 1) * mesh.backward + back)
+        rest = np.append(np.maximum(head, behind).min(axis=1), inf)
         paths[left] = rest[0]
         if schedule != PIPEDREAM:
             behind = np.where(np.isfinite(trip), trip, 0.0) + rest_of_trip
@@ -286,6 +298,14 @@ def _least_sums(values: Floats) -> Floats:
     for j in range(1, layers + 1):
         least[:, j] = (least[:, :j] + values[:, :j, j]).min(axis=1)
     return np.asarray(least[:, layers])
+
+
+def _least_tails(values: Floats) -> Floats:
+    """[L + 1] the least sum of values [L, L + 1] from each border on, cut into any number of runs."""
+    tails = np.where(np.arange(len(values) + 1) == len(values), 0.0, inf)
+    for i in reversed(range(len(values))):
+        tails[i] = (values[i, i + 1 :] + tails[i + 1 :]).min()
+    return tails
 
 
 def _least_largest(values: Floats, most: int) -> Floats:

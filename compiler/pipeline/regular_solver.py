@@ -347,7 +347,7 @@ class _Solver:
 
     def bound(self, cuts: Sequence[int]) -> float:
         """A lower bound on the makespan of every pipeline with these cuts."""
-        mesh, at, bound, before = self.mesh, self._ranges(cuts), 0.0, 0.0
+        mesh, at, bound, before, ahead = self.mesh, self._ranges(cuts), 0.0, 0.0, 0.0
         ratio = mesh.byte / np.where(mesh.saved_byte > 0, mesh.saved_byte, 1.0)
         for k in range(self.case.groups):
             first, end = at[k].T
@@ -359,7 +359,8 @@ class _Solver:
                 return inf
             loads = (theta * gain[:, None]).sum(axis=2).max(axis=1) - mesh.byte * room
             load = float(pace.sum() + max(float(loads.max()), 0.0))
-            bound = max(bound, self.m * load, before + self.m * (float(pace.sum()) if mesh.whole else load))
+            bound = max(bound, ahead + self.m * load, before + self.m * (float(pace.sum()) if mesh.whole else load))
+            ahead += float(mesh.forward[first[0], end[0]])
             if self.case.schedule == "interleaved":
                 before += float(pace[0])
         return bound
@@ -427,21 +428,32 @@ class _Solver:
 
 def _even(arrays: Sequence[Floats]) -> tuple[int, ...] | None:
     """The cuts of the most even division (least Σ t²) with the least largest chunk, by [L, L + 1] seconds of each chunk
-    in order; None if there is none."""
-    layers = len(arrays[0])
-    value = np.where(np.arange(layers + 1) == 0, 0.0, inf)
+    in order; None if there is none.
+
+    Only chunks that are no longer than any within the largest of some division are looked at: [lengths, L + 1], the
+    longest first, by where a chunk ends.
+    """
+    layers, distinct = len(arrays[0]), {id(pace): pace for pace in arrays}
+    evenly = [round(layers * k / len(arrays)) for k in range(len(arrays) + 1)]
+    most = max(float(pace[i, j]) if i < j else inf for pace, (i, j) in zip(arrays, pairwise(evenly)))
+    lengths = np.arange(layers + 1) - np.arange(layers)[:, None]
+    longest = max(int(lengths[pace <= most].max(initial=1)) for pace in distinct.values())
+    first = np.arange(layers + 1) - np.arange(longest, 0, -1)[:, None]  # where a chunk of each length begins
+    start, end = np.maximum(first, 0), np.arange(layers + 1)
+    by_end = {key: np.where(first >= 0, pace[start, end], inf) for key, pace in distinct.items()}
+    value = np.where(end == 0, 0.0, inf)
     for pace in arrays:
-        value = np.maximum(value[:-1, None], pace).min(axis=0)
+        value = np.maximum(value[start], by_end[id(pace)]).min(axis=0)
     largest = float(value[-1])
     if not largest < inf:
         return None
-    squares = {id(pace): np.where(pace <= largest, pace, inf) ** 2 for pace in arrays}
-    value = np.where(np.arange(layers + 1) == 0, 0.0, inf)
+    squares = {key: np.where(pace <= largest, pace, inf) ** 2 for key, pace in by_end.items()}
+    value = np.where(end == 0, 0.0, inf)
     came = []
     for pace in arrays:
-        total = value[:-1, None] + squares[id(pace)]
-        came.append(total.argmin(axis=0))
-        value = np.take_along_axis(total, came[-1][None], axis=0)[0]
+        total = value[start] + squares[id(pace)]
+        came.append(start[total.argmin(axis=0), end])
+        value = total.min(axis=0)
     cuts = [layers]
     for before in reversed(came):
         cuts.append(int(before[cuts[-1]]))

@@ -150,8 +150,9 @@ def search_plans(search: SearchState, top_k: int = 1) -> tuple[list[Plan], Infea
     regular, irregular = RegularSearch(search), IrregularSearch(search)
     for _ in range(MAX_ROUNDS):
         candidates: list[Candidate] = []
+        hurried = isfinite(search.deadline) and not plans
         with _keeping(plans, search):
-            candidates = regular.explore(time_to_beat(plans, top_k), top_k)  # floors, compose, regular
+            candidates = regular.explore(time_to_beat(plans, top_k), top_k, hurried)  # floors, compose, regular
         if not candidates:
             break
         plans, missed = _build_plans(search, candidates, top_k, tried, plans, regular.solved_again)
@@ -297,7 +298,8 @@ def _build_pure(explored: _ExploredPure | PurePlan, most_s: float) -> PurePlan:
         plan = build_plan(search, fastest, built=built)
         fitting, missed = _fit_memory(search, plan, fastest, inf, built, retries=0)
         if fitting is None and missed is not None and (again := regular.solved_again(fastest, missed)):
-            fitting, _ = _fit_memory(search, build_plan(search, again[0]), again[0], inf, {}, retries=1)
+            leaner = min([again[0], *regular.explore(again[0].clock_s)], key=lambda one: one.clock_s)
+            fitting, _ = _fit_memory(search, build_plan(search, leaner), leaner, inf, {}, retries=1)
         if fitting is None and missed is not None:
             return PurePlan(why=why_overfull(plan, missed))
         return PurePlan(fitting)
@@ -310,12 +312,15 @@ def compare_pure_plans(search: SearchState, plan: Plan) -> list[dict[str, Any]]:
     if not search.alternatives or search.cut_short:
         return []
     with search.timed("alternatives"):
+        task, left_s = search.pure_task, search.deadline - time.perf_counter()
         try:
-            pure = search.pure_task.result() if search.pure_task is not None else _pure_plans(search)
-            return find_alternatives(plan, pure)
+            if task.ready(left_s) if task is not None else left_s > len(pure_strategies(search)) * search.build_s:
+                return find_alternatives(plan, _pure_plans(search) if task is None else task.result())
+            why = TIMED_OUT
         except KeyboardInterrupt:  # the plan itself is complete
-            search.cut_short = f"{INTERRUPTED} while alternatives were looked for"
-            return []
+            why = INTERRUPTED
+        search.cut_short = f"{why} while alternatives were looked for"
+        return []
 
 
 @contextmanager
@@ -374,14 +379,14 @@ def _build_plans(
         least_s = (candidate.clock_s - hidden_s) / (1 + search.clock_error)
         if least_s >= limit_s * clock_ratios.get(candidate.schedule, 1.0):
             continue
-        if plans and (search.cut_short or time.perf_counter() > search.deadline):
-            search.cut_short = search.cut_short or TIMED_OUT
+        if plans and search.must_stop():
             break
         key = candidate.microbatches, candidate.schedule, tuple(_shapes(candidate)), f"{candidate.clock_s:.6g}"
         if key in tried:  # the same pipeline at another memory multiplier
             continue
         tried.add(key)
         tries -= 1
+        begin = time.perf_counter()
         try:
             built: BuiltStages = {}
             plan = _build_interruptibly(search, candidate, bool(plans), built)
@@ -391,8 +396,9 @@ def _build_plans(
             slower = plan.prediction.step_s >= limit_s * (1 + TIE_TOLERANCE)
             if slower or any(same_decisions(plan, other) for other in plans):
                 continue
-            retries = MAX_MEMORY_RETRIES if time.perf_counter() < search.deadline else 0
+            retries = 0 if plans and search.must_stop() else MAX_MEMORY_RETRIES
             fitting, missed = _fit_memory(search, plan, candidate, limit_s, built, retries)
+            search.build_s = max(search.build_s, time.perf_counter() - begin)
             if fitting is not None and not any(same_decisions(fitting, other) for other in plans):
                 plans = sorted([*plans, fitting], key=lambda plan: plan.prediction.step_s)
             if missed is None:

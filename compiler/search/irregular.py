@@ -11,7 +11,6 @@ asked to run.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from math import inf, isfinite
 
@@ -21,7 +20,7 @@ from ..pipeline.families import EAGER_1F1B
 from ..pipeline.stage_dp import bound_of
 from .lower_bounds import NO_MULTIPLIER
 from .space import CHUNKED, Submesh
-from .state import TIMED_OUT, Candidate, SearchState
+from .state import Candidate, SearchState
 from .tables import BOUND_TOLERANCE, tables_of
 
 __all__ = ["IrregularSearch"]
@@ -57,8 +56,7 @@ class IrregularSearch:
         self.bounds = {(m, schedule): tables.least_share(m) for m in counts for schedule in self.schedules}
         for m in counts:
             for schedule in self.schedules:
-                if (found or isfinite(limit_s)) and (search.cut_short or time.perf_counter() > search.deadline):
-                    search.cut_short = search.cut_short or TIMED_OUT
+                if (found or isfinite(limit_s)) and search.must_stop(builds=2):
                     return self._ranked(found)
                 best_s = min([limit_s, *(one.clock_s for one in found)])
                 self.bounds[m, schedule] = self._bound(m, schedule, best_s)

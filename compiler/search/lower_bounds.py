@@ -128,6 +128,14 @@ class SearchBounds:
         runs = np.where(np.arange(len(peaks)) >= np.arange(len(peaks))[:, None], peaks, 0.0)
         return np.concatenate([np.zeros((len(peaks), 1)), np.maximum.accumulate(runs, axis=1)], axis=1)
 
+    def least_phases(self, sub: Submesh, m: int) -> np.ndarray:
+        """[2, L, L + 1] the least seconds of a microbatch's forward and of its backward through a run of layers."""
+        group = self.group(sub)
+        variant = group.variant(group.alike[sub], m)
+        seconds = np.stack([group.composer.phase_seconds(k)[:, variant] for k in range(self._shape[0])], axis=1)
+        until = np.concatenate([np.zeros((2, 1)), np.cumsum(seconds, axis=1)], axis=1)
+        return np.maximum(until[:, None] - until[:, :-1, None], 0.0)
+
     def group(self, sub: Submesh) -> RowGroup:
         """The group whose composer makes the rows of a submesh."""
         return next(group for group in self.groups if sub in group.places)
@@ -147,9 +155,10 @@ class SearchBounds:
 
     def bound(self, cases: Sequence[tuple[Submesh, int, int]]) -> None:
         """Make the lower bounds of these (submesh, microbatches, level)."""
-        for group in self.groups:
-            if rows := group.unbounded([case for case in cases if case[0] in group.places]):
-                group.bound(rows, *group.composer.floors(rows))
+        with self.search.timed("floors"):
+            for group in self.groups:
+                if rows := group.unbounded([case for case in cases if case[0] in group.places]):
+                    group.bound(rows, *group.composer.floors(rows))
 
     def lower_bound(self, sub: Submesh, m: int, level: int) -> np.ndarray | None:
         """[L, L + 1] the least objective of a run of layers; None if it was not made."""
@@ -168,10 +177,9 @@ class SearchBounds:
         work, evenly on all devices."""
         if self._share:
             return
-        with self.search.timed("floors"):
-            self.bound([(sub, m, 0) for m in self.counts for sub in self.submeshes])
-            self.bound([(sub, m, self.level(m, *LARGEST_MULTIPLIER)) for m in self.counts for sub in self._widest])
-            self._share = {m: m * self._least_work(m) / self.search.cluster.num_devices for m in self.counts}
+        self.bound([(sub, m, 0) for m in self.counts for sub in self.submeshes])
+        self.bound([(sub, m, self.level(m, *LARGEST_MULTIPLIER)) for m in self.counts for sub in self._widest])
+        self._share = {m: m * self._least_work(m) / self.search.cluster.num_devices for m in self.counts}
 
     def _least_work(self, m: int) -> float:
         """The least device-seconds of a microbatch: the sum over layers, each on its best submesh."""

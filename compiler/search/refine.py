@@ -14,7 +14,6 @@ not.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
@@ -49,7 +48,7 @@ def refine_plans(search: SearchState, plans: Sequence[Plan], top_k: int = 1) -> 
     try:
         for floor_s, candidate in _queue(search, time_to_beat(refined, top_k)) if _open(search, refined) else ():
             most = time_to_beat(refined, top_k)
-            if floor_s >= most * CLOCK_TOLERANCE or time.perf_counter() > search.deadline or not _open(search, refined):
+            if floor_s >= most * CLOCK_TOLERANCE or not _open(search, refined) or (refined and search.must_stop()):
                 break
             if (key := _key(candidate)) in seen:
                 continue

@@ -11,8 +11,7 @@ of all cases' bounds.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush, heapreplace, nsmallest
 from math import inf, isfinite
@@ -37,7 +36,7 @@ from ..pipeline.stage_dp import bound_of
 from ..pipeline.table import PipelineTable
 from .lower_bounds import LARGEST_MULTIPLIER, NO_MULTIPLIER
 from .space import CHUNKED, Submesh, stays_inside
-from .state import INTERRUPTED, TIMED_OUT, Candidate, SearchState
+from .state import INTERRUPTED, Candidate, SearchState
 from .tables import BOUND_TOLERANCE, tables_of
 
 __all__ = ["RegularSearch", "is_regular_enough", "is_regular_only"]
@@ -110,6 +109,7 @@ class RegularSearch:
         self._solved: list[_Waiting] = []
         self._solved_bounds: list[_SolvedBound] = []
         self._bounds: dict[tuple[int, int], MeshTable] = {}
+        self._closely_bounded: set[tuple[int, int]] = set()  # whose bounds are those at all levels
         self._able: dict[tuple[int, int], list[int]] = {}  # numbers of groups with which anything fits
         self._least: dict[int, int] = {}  # by mesh a microbatch count below which nothing fits
 
@@ -138,14 +138,17 @@ class RegularSearch:
             "left_bound_s": left[0].bound_s if left else None,
         }
 
-    def explore(self, limit_s: float, count: int = 1) -> list[Candidate]:
+    def explore(self, limit_s: float, count: int = 1, hurried: bool = False) -> list[Candidate]:
         """The pipelines of cases that may be faster than ``limit_s`` and were not solved yet, fastest first, until the
-        ``count`` fastest of them are proven to be no slower than the rest."""
+        ``count`` fastest of them are proven to be no slower than the rest; those of the first case that has any if
+        ``hurried``."""
         found: list[Candidate] = []
         with self.search.timed("regular"):
             try:
-                for candidate in self._explored(limit_s, count):
-                    found.append(candidate)
+                for candidates in self._explored(limit_s, count):
+                    found += candidates
+                    if hurried and found:
+                        break
             except KeyboardInterrupt:
                 if not found:
                     raise
@@ -154,17 +157,19 @@ class RegularSearch:
         least_s = found[min(count, len(found)) - 1].clock_s if found else inf
         return [one for one in found if one.clock_s - one.hidden_s <= least_s * CLOCK_TOLERANCE][:MAX_CANDIDATES]
 
-    def _explored(self, limit_s: float, count: int) -> Iterator[Candidate]:
+    def _explored(self, limit_s: float, count: int) -> Iterator[list[Candidate]]:
         search, queue, clocks = self.search, self._start(), list[float]()
         while queue:
             best_s = min(limit_s, sorted(clocks)[count - 1] if len(clocks) >= count else inf)
             if queue[0].bound_s >= best_s * (1 - BOUND_TOLERANCE):
                 return
-            if isfinite(best_s) and (search.cut_short or time.perf_counter() > search.deadline):
-                search.cut_short = search.cut_short or TIMED_OUT
+            if isfinite(best_s) and search.must_stop(builds=2):
                 return
             first = heappop(queue)
-            if first.case is not None and first.case.chunks > 1 and not first.lifted:
+            if first.case is not None and (first.m, first.mesh) not in self._closely_bounded:
+                heappush(queue, first)
+                self._bound_closely(first.m, first.mesh, queue)
+            elif first.case is not None and first.case.chunks > 1 and not first.lifted:
                 bound_s = close_bound(self._bounds[first.m, first.mesh], first.m, first.case, self.tables.cuts)
                 first.lifted, first.bound_s = True, max(first.bound_s, self._true_bound(first.m, bound_s))
                 heappush(queue, first)
@@ -183,9 +188,9 @@ class RegularSearch:
                     self._number += 1
                     heappush(queue, _Waiting(max(bound_s, first.bound_s), self._number, first.m, first.mesh, case))
             else:
-                for candidate in self._solve(first):
-                    clocks.append(candidate.clock_s)
-                    yield candidate
+                candidates = self._solve(first)
+                clocks += [one.clock_s for one in candidates]
+                yield candidates
 
     def _start(self) -> list[_Waiting]:
         """The queue, made at the first question."""
@@ -275,15 +280,31 @@ class RegularSearch:
         return list(zip(cases, [self._true_bound(m, one) for one in bounds]))
 
     def _look_ahead(self, waiting: Sequence[_Waiting]) -> None:
-        """Make the bounds at all levels of the first of these and of the next few meshes among them."""
+        """Make the bounds of the first of these and of the next few meshes among them, at a few levels."""
         fresh = [(one.m, one.mesh) for one in waiting if one.case is None and (one.m, one.mesh) not in self._bounds]
         meshes = fresh[:MESHES_AT_ONCE]
         self._find_groups(meshes)
         able = [(m, g) for m, g in meshes if self._able[m, g]]
-        levels = {(m, g): self._bound_levels(m, self._grid(m, g)) for m, g in able}
+        grids = {(m, g): self._grid(m, g) for m, g in able}
+        self._bound({at: grid if len(grid) == 1 else self._few(grid) for at, grid in grids.items()})
+        self._closely_bounded |= {at for at, grid in grids.items() if len(grid) == 1}
+
+    def _bound_closely(self, m: int, g: int, queue: list[_Waiting]) -> None:
+        """Make the bounds of a mesh at all levels, and lift those of its cases that wait in the queue."""
+        self._bound({(m, g): self._grid(m, g)})
+        self._closely_bounded.add((m, g))
+        waiting = [one for one in queue if one.case is not None and (one.m, one.mesh) == (m, g)]
+        bounds = case_bounds(self._bounds[m, g], m, [one.case for one in waiting if one.case], self.tables.cuts)
+        for one, bound_s in zip(waiting, bounds):
+            one.bound_s = max(one.bound_s, self._true_bound(m, bound_s))
+        heapify(queue)
+
+    def _bound(self, multipliers: Mapping[tuple[int, int], Sequence[tuple[float, float]]]) -> None:
+        """Make the lower bounds of these (count, mesh) at these multipliers."""
+        levels = {(m, g): self._bound_levels(m, some) for (m, g), some in multipliers.items()}
         rows = [(m, g, level) for (m, g), some in levels.items() for level in (*some, self._trip_level(m))]
         self.tables.bound([(self.meshes[g][0], m, level) for m, g, level in rows])
-        for m, g in able:
+        for m, g in levels:
             self._bounds[m, g] = self._lower_bounds(m, g, levels[m, g])
 
     def _find_groups(self, meshes: Sequence[tuple[int, int]]) -> None:
@@ -326,6 +347,11 @@ class RegularSearch:
         flights = dict.fromkeys((1.0, float(min(m, len(self._places[g])))))
         grid = [NO_MULTIPLIER, *((factor, flight) for flight in flights for factor in FACTORS)]
         return [*grid, (LARGEST_MULTIPLIER[0], max(flights))]
+
+    @staticmethod
+    def _few(grid: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+        """The multipliers of a grid at which a mesh's bounds are made before any of its cases is to be solved."""
+        return [one for one in grid if one[0] in (*COARSE_FACTORS, NO_MULTIPLIER[0], LARGEST_MULTIPLIER[0])]
 
     def _bound_levels(self, m: int, multipliers: Sequence[tuple[float, float]]) -> list[int]:
         """The levels of bounds at these multipliers. Where much of a step's other work may run beside the microbatches,
@@ -371,7 +397,10 @@ class RegularSearch:
         peak, shape = tables.peak_bytes(sub, m), (-1, *pace.shape)
         value, whole = np.array(values).reshape(shape), not self._overlaps(m)
         actions_s = tables.group(sub).actions(sub, m)
-        return MeshTable(table, len(sites), pace, value, byte, saved, trip, peak, near, hosts, whole, actions_s)
+        forward, backward = tables.least_phases(sub, m)
+        return MeshTable(
+            table, len(sites), pace, value, byte, saved, trip, forward, backward, peak, near, hosts, whole, actions_s
+        )
 
     def _levels_for(self, waiting: _Waiting) -> list[int]:
         """The levels of a case's tables: those whose bounds are the highest for some of its groups, and those next to

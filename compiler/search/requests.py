@@ -113,7 +113,7 @@ def make_pareto_front(
     front: list[Plan] = []
     with without_gc():
         front += best_plans(search)
-        while len(front) < request.count and not search.cut_short:
+        while len(front) < request.count and not search.must_stop(builds=2):
             search.memory_share = memory_share(front[-1]) * MEMORY_STEP
             try:
                 smaller, _ = search_plans(search)

@@ -123,6 +123,8 @@ class SearchState:
     deadline: float = inf
     #: pass → seconds
     passes: dict[str, float] = field(default_factory=dict)
+    #: seconds of the slowest plan that was built, with its memory counted
+    build_s: float = 0.0
     #: what became of the cases of the regular search (``RegularSearch.record``)
     cases: dict[str, float | None] = field(default_factory=dict)
     #: (seconds on the clock of candidates, simulated seconds) of the pipelines that were built
@@ -159,6 +161,13 @@ class SearchState:
     pure_task: ForkedTask[dict[str, PurePlan]] | None = None
     #: cost-table rows of other searches, read and added to
     row_cache: RowCache | None = None
+
+    def must_stop(self, builds: int = 0) -> bool:
+        """True if there is no time for anything more but to build so many plans, or the search was interrupted."""
+        if time.perf_counter() + builds * self.build_s > self.deadline:
+            self.cut_short = self.cut_short or TIMED_OUT
+            return True
+        return self.cut_short == INTERRUPTED
 
     @cached_property
     def num_ops(self) -> int:

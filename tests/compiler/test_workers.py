@@ -20,6 +20,7 @@ from meshwright.compiler.ir.graph import Graph
 from meshwright.compiler.search import driver
 from meshwright.compiler.search.driver import make_plans
 from meshwright.compiler.search.parallel_shape import parse_strategy
+from meshwright.compiler.search.state import PurePlan, SearchState
 from meshwright.compiler.workers import ForkedTask, run_all
 from meshwright.costmodel.cluster import Cluster
 from meshwright.models import GPT
@@ -107,6 +108,36 @@ def test_who_was_interrupted_while_waiting_may_drop_the_child_or_wait_again(alar
         found = getattr(forked, go_on)()
         assert found is None or found[0] != os.getpid()
         forked.drop()  # of nobody
+
+
+def test_an_answer_is_awaited_no_longer_than_one_says() -> None:
+    def work() -> int:
+        os.read(ends[0], 1)
+        return os.getpid()
+
+    ends = os.pipe()
+    task = ForkedTask(work, True)
+    assert not task.ready(0.05)
+    os.write(ends[1], b"x")
+    assert task.ready(inf)
+    assert task.result() != os.getpid()
+    assert task.ready(0.0)
+    for end in ends:
+        os.close(end)
+
+
+def test_alternatives_are_not_awaited_after_the_time_limit(small: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(search: SearchState) -> dict[str, PurePlan]:
+        time.sleep(60)
+        return {}
+
+    monkeypatch.setattr(driver, "_pure_plans", slow)
+    request = request_of(32, alternatives=True, workers=2, time_limit_s=5.0)
+    begin = time.perf_counter()
+    (plan,) = make_plans(small, Cluster.parse("p3.16xlarge:1"), request)
+    assert time.perf_counter() - begin < 50
+    assert plan.prediction.alternatives == ()
+    assert any("the time limit passed while alternatives were looked for" in note for note in plan.prediction.notes)
 
 
 def test_what_the_work_raises_is_raised_here() -> None:

@@ -74,9 +74,12 @@ def mesh_table(rng: np.random.Generator, layers: int, groups: int, levels: int, 
     once = step / m if whole else 0.0
     value = np.array([(pace + once + byte * resident + more * saved).min(axis=0) for byte, more in prices])
     trip = np.where(np.isfinite(pace), pace * (1 - weight), inf).min(axis=0)
+    of_a_layer = np.where(length > 0, pace / np.maximum(length, 1), inf)  # equal layers, as fast as in any run
+    phases = [length * (share * of_a_layer).min() for share in (forward, 1 - forward)]
     return MeshTable(
         table, len(near), pace.min(axis=0), value, np.array([byte for byte, _ in prices]),
-        np.array([more for _, more in prices]), trip, peak, near, [int(k >= first_host) for k in range(groups)],
+        np.array([more for _, more in prices]), trip, *phases, peak, near,
+        [int(k >= first_host) for k in range(groups)],
     )  # fmt: skip
 
 

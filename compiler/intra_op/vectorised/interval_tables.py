@@ -102,6 +102,7 @@ class IntervalComposer:
     _found: dict[tuple[str, Row], tuple[LayerTables, int]] = field(default_factory=dict)  # by class and row
     _borders: dict[Any, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     _peaks: dict[str, np.ndarray] = field(default_factory=dict)
+    _phases: dict[str, np.ndarray] = field(default_factory=dict)
 
     # ---- tables
 
@@ -120,6 +121,7 @@ class IntervalComposer:
         (into, has_into), (out, has_out) = self.states(layer), self.states(layer + 1)
         modes = self.restriction.modes.get(self.cases.layering.layers[layer].class_key, self.modes)
         section = self.build(self.cases, layer, into, out, self.restriction, modes)
+        self._phases[self.cases.layering.layers[layer].class_key] = _least_phases(section)
         crossing = self.cases.layering.crossing
         entering, leaving = crossing[layer], crossing[layer + 1]
         possible = np.ones((len(into), len(out)), dtype=bool)
@@ -214,6 +216,11 @@ class IntervalComposer:
             largest = np.max(sizes, axis=0)[self.cases.extent_of]
             self._peaks[key] = largest / self.cases.num_devices
         return self._peaks[key]
+
+    def phase_seconds(self, layer: int) -> np.ndarray:
+        """[2, cases] the least seconds of a microbatch's forward and of its backward, however the ops are sharded."""
+        self.template(layer)
+        return self._phases[self.cases.layering.layers[layer].class_key]
 
     # ---- intervals
 
@@ -414,6 +421,19 @@ class IntervalComposer:
                 if one.op == "placeholder":
                     names.setdefault(one.name, other.name)
         return names
+
+
+def _least_phases(section: CaseSection) -> np.ndarray:
+    """[2, cases] the sums over the ops of a layer of the least forward and backward among their choices; nothing of
+    floating ones."""
+    total = np.zeros((2, len(section.extent_of)))
+    for i, kind in enumerate(section.kinds):
+        if kind == "op":
+            counted = np.isfinite(section.seconds[i]) & (section.floor_seconds[i] > 0)
+            phases = np.stack([section.seconds[i] - section.backward_seconds[i], section.backward_seconds[i]])
+            least = np.where(counted, phases, np.where(section.floor_seconds[i] > 0, np.inf, 0.0)).min(axis=2)
+            total += np.where(np.isfinite(least), least, 0.0)
+    return total
 
 
 def _positions(section: CaseSection, operator: int, states: Sequence[State], tensor: int) -> np.ndarray:

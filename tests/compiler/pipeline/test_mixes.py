@@ -48,9 +48,10 @@ def mesh_of(seed: int, layers: int, groups: int) -> tuple[MeshTable, int]:
     value = np.array([runs((seconds + a * resident + b * saved).min(axis=0)) + ACTIONS_S * some for a, b in PRICES])
     pace = runs(seconds.min(axis=0)) + ACTIONS_S * some
     byte, more = np.array(PRICES).T
+    forward = runs(seconds.min(axis=0)) / 3
     return MeshTable(
-        table, 1, pace, value, byte, more, 2 / 3 * pace, runs(peak, largest=True), [(True, True)], [0] * groups,
-        actions_s=ACTIONS_S,
+        table, 1, pace, value, byte, more, 2 / 3 * pace, forward, 2 * forward, runs(peak, largest=True), [(True, True)],
+        [0] * groups, actions_s=ACTIONS_S,
     ), m  # fmt: skip
 
 

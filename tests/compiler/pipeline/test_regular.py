@@ -87,7 +87,9 @@ def _lying(cluster: str, strategy: str) -> tuple[Cluster, MeshTable]:
     table = PipelineTable(4, machines.num_devices, options, zero, transfer, zero, zero, zero, zero, entry)
     none, flat = np.zeros(0), np.zeros((4, 5))
     hosts = [machines.host_of(offset) for offset, _ in at]
-    return machines, MeshTable(table, len(sites), flat, np.zeros((0, 4, 5)), none, none, flat, flat, near, hosts)
+    return machines, MeshTable(
+        table, len(sites), flat, np.zeros((0, 4, 5)), none, none, flat, flat, flat, flat, near, hosts
+    )
 
 
 @pytest.mark.parametrize(
@@ -284,7 +286,9 @@ def even_mesh(layers: int) -> MeshTable:
     work = np.maximum(end - first, 0).astype(float)[None]
     zero, free = np.zeros_like(work), np.zeros(1)
     table = PipelineTable(layers, 2, (StageOption(1, (0, 1), (9.0, 9.0)),), work, zero, zero, zero, zero, zero, zero)
-    return MeshTable(table, 1, work[0], work, free, free, work[0], zero[0], [(True, True)], [0, 0])
+    return MeshTable(
+        table, 1, work[0], work, free, free, work[0], work[0] / 3, work[0] * 2 / 3, zero[0], [(True, True)], [0, 0]
+    )
 
 
 @pytest.mark.parametrize(("schedule", "v"), CHUNKED)

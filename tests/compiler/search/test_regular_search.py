@@ -27,6 +27,7 @@ from meshwright.costmodel.memory import FRAMEWORK_BYTES, usable_bytes
 from meshwright.models import GPT
 
 from tests.support.clusters import limited
+from tests.support.graphs import graph_of
 from tests.support.planning import make_plan, request_of
 from tests.support.random_instances import with_memory
 
@@ -238,3 +239,19 @@ def test_a_mesh_is_bounded_by_its_fastest_devices():
             space = Space.asked(schedule)
             plan = make_plan(graph, cluster, 64, 8, alternatives=False, space=space)
             assert search.bound_s <= plan.prediction.step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["pp2,dp4", "pp4,tp2", "pp2,dp2,tp2"])
+@pytest.mark.parametrize("model", ["gpt", "moe", "t5", "convnet"])
+def test_no_stage_is_faster_forward_or_backward_than_its_layers_at_the_least(model, strategy):
+    """The seconds before the first and between the first two actions of a stage are in the bounds on pipelines."""
+    search = begun(graph_of(model), Cluster.parse("8x4090:2"), "1f1b", strategy=parse_strategy(strategy))
+    regular_search = RegularSearch(search)
+    ratios = []
+    for one in regular_search.explore(inf, 3)[:3]:
+        plan = build_plan(search, one)
+        phases = regular_search.tables.least_phases(one.rows[0].submesh, one.microbatches)
+        for stage, price in zip(one.pipeline.stages, plan.prediction.stages):
+            least = phases[:, stage.first_layer, stage.end_layer]
+            ratios += [least[0] / price.forward_s, least[1] / price.backward_s]
+    assert 0.5 < max(ratios) <= 1 + 1e-9
