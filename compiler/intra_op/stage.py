@@ -9,8 +9,8 @@ a small graph, are then solved freely under the memory limit.
 layer by layer costs its share of the layer's largest message. These seconds add up, and they are lower bounds. A small
 stage fills no bucket, so its messages really take longer. Where the real price (``price_stage``) is above that of the
 problem, the stage is solved again without one kind of message over one group of axes, as long as this helps. The
-choice with the least real price wins among those that fit. Larger stages fill their buckets: of them only those whose
-layers gather weights are solved again, and only without such gathers.
+choice with the least real price wins among those that fit. In larger stages only those are solved again whose layers
+gather weights.
 """
 
 from __future__ import annotations
@@ -238,8 +238,7 @@ LARGE_STAGE_OPERATORS = 600
 LARGE_STAGE_GAP = 0.01
 #: A stage is not solved again if its real price is above the problem's by no more than this fraction.
 PRICE_TOLERANCE = 1e-4
-_MESSAGES = ("gradients", "blocks", "layers")
-_Message = tuple[str, tuple[int, ...]]  # which of ``_MESSAGES`` of parameters are sent, over which axes
+_Message = tuple[str, tuple[int, ...]]  # what of parameters is sent: "gradients", "blocks" or "layers", over which axes
 _Chosen = tuple[Section, tuple[int, ...]]
 
 
@@ -277,7 +276,7 @@ def solve_stage(
         best = stage.improve(best, section(None))
     elif is_open or any(what == "layers" for what, _ in _messages_of_choice(pricer, *best)):
         ops = {name: text for name, text in labels.items() if nodes[name].op != "placeholder"}
-        best = stage.improve(best, section(ops), _MESSAGES if is_open else ("layers",))
+        best = stage.improve(best, section(ops))
     return describe_stage(context, layers, *best, in_flight, framework, reductions)
 
 
@@ -314,9 +313,8 @@ class _Stage:
             return chosen
         return self._solve_without(section, (), self._transient(section, chosen), self._gap(section)) or chosen
 
-    def improve(self, first: _Chosen, free: Section, bans: Sequence[str] = _MESSAGES) -> _Chosen:
-        """The best of ``first`` and the choices of the same stage with its labels left open. bans: the messages without
-        which it is tried, too."""
+    def improve(self, first: _Chosen, free: Section) -> _Chosen:
+        """The best of ``first`` and the choices of the same stage with its labels left open."""
         candidates, prices = [first], [self.price(first)]
 
         def offer(without: Sequence[_Message]) -> bool:
@@ -344,7 +342,7 @@ class _Stage:
             better = [
                 sent
                 for sent in dict.fromkeys(_messages_of_choice(self.context.pricer, *best))
-                if sent[0] in bans and offer([*banned, sent])
+                if offer([*banned, sent])
             ]
             if not better:
                 return candidates[prices.index(min(prices))]
