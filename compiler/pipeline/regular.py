@@ -8,7 +8,7 @@ chunks D_k are those of ``families.virtual_order``.
 Bounds. T_k = Σ_{c ∈ D_k} t_c is a group's load. By the proof in ``bounds``, with the chunks in place of stages, every
 sound schedule takes at least ::
 
-    all           Σ_{c<k} f_c + m T_k                                            interleaved   Σ_{c<k} t_c + m T_k
+    all           Σ_{c<k} f_c + m T_k, with the end of the step (``least_work``)  interleaved   Σ_{c<k} t_c + m T_k
     one chunk     the least W over all cuts, on lower bounds of t
                   Σ_{c<k} f_c + (m − q_k + 1) t_k + (q_k − 1) b_k + Σ_{c>k} w_c
 
@@ -78,7 +78,9 @@ class MeshTable:
     value: the least of t + byte · resident + saved_byte · saved of any choice; pace: the least seconds whatever the
     bytes; trip: these without the gradients of weights; forward, backward: of these alone; peak: the bytes that a run
     of layers takes beside at some time, whatever is chosen; actions_s: the part of each pace that a stage takes once,
-    where all else is a sum over its layers, so that levels may be mixed (None: they may not).
+    where all else is a sum over its layers, so that levels may be mixed (None: they may not). with_step: the least of
+    the seconds with the work per step, divided by the microbatches, whatever the bytes (None: not known); overlap: the
+    most of a microbatch's backward that work per step may run beside.
     """
 
     table: PipelineTable
@@ -95,6 +97,8 @@ class MeshTable:
     hosts: Sequence[int]
     whole: bool = True
     actions_s: float | None = None
+    with_step: Floats | None = None  # [L, L + 1]
+    overlap: float = 0.0
 
     def pace_of(self, parts: Parts) -> float:
         """Seconds per microbatch of a chunk."""
@@ -137,6 +141,17 @@ class MeshTable:
     def most_bytes(self) -> float:
         """The most bytes that any device has."""
         return max(max(option.limit_bytes, default=0.0) for option in self.table.options)
+
+    def least_work(self, m: int) -> Floats:
+        """[L, L + 1] the least seconds of m microbatches and the end of the step, less what may run beside the last
+        backward.
+
+        With a stage's seconds t, its forward f, its work per step σ and the overlap o it takes m t + σ − o (t − f) or
+        more, and m t: where that is less, t is so large that the first is at least (m t + σ + o f) / (1 + o / m).
+        """
+        if self.with_step is None:
+            return m * self.pace
+        return np.maximum(m * self.pace, (m * self.with_step + self.overlap * self.forward) / (1 + self.overlap / m))
 
     def least_seconds(self, flight: int, allowed: NDArray[np.bool_]) -> Floats:
         """[L, L + 1] the least seconds per microbatch of a stage with so many in flight."""
@@ -203,7 +218,13 @@ def mesh_bound(mesh: MeshTable, m: int, groups: int, constraints: StageConstrain
     """Seconds that no pipeline of at most ``groups`` groups of a mesh undercuts, whatever its cuts and schedule."""
     if (np.diagonal(mesh.peak, 1) > mesh.most_bytes).any():
         return inf
-    return m * _mean_load(mesh, _whole_work(mesh, allowed_runs(mesh.pace, constraints)), groups)
+    allowed = allowed_runs(mesh.pace, constraints)
+    return max(m * _mean_load(mesh, _whole_work(mesh, allowed), groups), _mean_work(mesh, m, allowed) / groups)
+
+
+def _mean_work(mesh: MeshTable, m: int, allowed: NDArray[np.bool_]) -> float:
+    """The least sum of ``least_work`` of all layers."""
+    return float(_least_sums(np.where(allowed, mesh.least_work(m), inf)[None])[0])
 
 
 def _whole_work(mesh: MeshTable, allowed: NDArray[np.bool_]) -> Floats:
@@ -231,13 +252,15 @@ def least_paths(mesh: MeshTable, m: int, schedule: str, allowed: NDArray[np.bool
     layers = len(mesh.pace)
     fill = 0.0 if schedule.startswith("zb") or schedule == PIPEDREAM else 1.0
     nothing = np.where(np.arange(layers + 1) == layers, 0.0, inf)
-    rest, rest_of_trip, paths = nothing, nothing, np.full(most + 1, inf)
+    rest, rest_of_trip, rest_of_work, paths = nothing, nothing, nothing, np.full(most + 1, inf)
     # A microbatch's way there and back, without the gradients of weights where these may wait: nothing but the first
-    # stage's work per step follows on it, so values that have more of that in them bound a stage's own work alone.
+    # stage's work per step follows on it, so values that have more of that in them bound what begins with the forwards
+    # before a stage and ends with its own work.
     trip = np.where(allowed, mesh.trip if fill == 0.0 else mesh.pace, inf)
     fill = 0.0 if mesh.whole else fill
     forward = 0.0 if schedule == PIPEDREAM else mesh.forward
     back = _least_tails(trip)
+    work = np.where(allowed, mesh.least_work(m), inf)
     for left in range(1, most + 1):  # of several stages the first holds as many as any that is so far from the end
         bound = mesh.least_seconds(in_flight_formula(schedule, 0, left, m), allowed)
         behind = np.maximum(fill * np.where(np.isfinite(bound), bound, 0.0), forward) + rest
@@ -245,7 +268,8 @@ def least_paths(mesh: MeshTable, m: int, schedule: str, allowed: NDArray[np.bool
         if flight <= m and schedule != PIPEDREAM:
             head = np.maximum(head, (m - flight + 1) * bound + (flight - 1) * mesh.backward + back)
         rest = np.append(np.maximum(head, behind).min(axis=1), inf)
-        paths[left] = rest[0]
+        rest_of_work = np.append(np.maximum(work, forward + rest_of_work).min(axis=1), inf)
+        paths[left] = max(rest[0], rest_of_work[0])
         if schedule != PIPEDREAM:
             behind = np.where(np.isfinite(trip), trip, 0.0) + rest_of_trip
             rest_of_trip = np.append(np.maximum(m * trip, behind).min(axis=1), inf)
@@ -261,13 +285,14 @@ def case_bounds(mesh: MeshTable, m: int, cases: Sequence[PipelineCase], constrai
     slowest = _least_largest(np.where(allowed, mesh.pace, inf), count)
     once = _least_sums(np.where(allowed, np.stack([mesh.pace, mesh.trip]), inf))  # of one microbatch through all layers
     trips = {"interleaved": float(once[0]), "zb-v": float(once[1])}
-    work = _whole_work(mesh, allowed)
+    work, ends = _whole_work(mesh, allowed), _mean_work(mesh, m, allowed)
     paths = {name: least_paths(mesh, m, name, allowed, p) for name, p in _most_groups(cases).items()}
     return [
         float(paths[case.schedule][case.groups])
         if case.chunks == 1
         else max(
             m * _mean_load(mesh, work, case.groups),
+            ends / case.groups,
             m * float(slowest[case.groups * case.chunks]),
             trips[case.schedule],
         )

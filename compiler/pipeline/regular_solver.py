@@ -348,6 +348,7 @@ class _Solver:
     def bound(self, cuts: Sequence[int]) -> float:
         """A lower bound on the makespan of every pipeline with these cuts."""
         mesh, at, bound, before, ahead = self.mesh, self._ranges(cuts), 0.0, 0.0, 0.0
+        work = mesh.least_work(self.m)
         ratio = mesh.byte / np.where(mesh.saved_byte > 0, mesh.saved_byte, 1.0)
         for k in range(self.case.groups):
             first, end = at[k].T
@@ -359,7 +360,8 @@ class _Solver:
                 return inf
             loads = (theta * gain[:, None]).sum(axis=2).max(axis=1) - mesh.byte * room
             load = float(pace.sum() + max(float(loads.max()), 0.0))
-            bound = max(bound, ahead + self.m * load, before + self.m * (float(pace.sum()) if mesh.whole else load))
+            bound = max(bound, ahead + max(self.m * load, float(work[first, end].sum())))
+            bound = max(bound, before + self.m * (float(pace.sum()) if mesh.whole else load))
             ahead += float(mesh.forward[first[0], end[0]])
             if self.case.schedule == "interleaved":
                 before += float(pace[0])

@@ -18,7 +18,7 @@ from math import inf, isfinite
 
 import numpy as np
 
-from ..cost.gradient_reduction import lower_by_overlap
+from ..cost.gradient_reduction import lower_by_overlap, max_overlap
 from ..errors import OverfullError
 from ..pipeline.families import PIPEDREAM
 from ..pipeline.regular import (
@@ -302,7 +302,7 @@ class RegularSearch:
     def _bound(self, multipliers: Mapping[tuple[int, int], Sequence[tuple[float, float]]]) -> None:
         """Make the lower bounds of these (count, mesh) at these multipliers."""
         levels = {(m, g): self._bound_levels(m, some) for (m, g), some in multipliers.items()}
-        rows = [(m, g, level) for (m, g), some in levels.items() for level in (*some, self._trip_level(m))]
+        rows = [(m, g, level) for (m, g), some in levels.items() for level in (*some, *self._more_levels(m))]
         self.tables.bound([(self.meshes[g][0], m, level) for m, g, level in rows])
         for m, g in levels:
             self._bounds[m, g] = self._lower_bounds(m, g, levels[m, g])
@@ -371,6 +371,10 @@ class RegularSearch:
             return self._bound_levels(m, [NO_MULTIPLIER])
         return self._bound_levels(m, [(factor, 1.0) for factor in COARSE_FACTORS])
 
+    def _more_levels(self, m: int) -> list[int]:
+        """The level of a microbatch's way there and back, and that with the end of the step where others lack it."""
+        return [self._trip_level(m), *([self.tables.level(m, *NO_MULTIPLIER)] if self._overlaps(m) else [])]
+
     def _trip_level(self, m: int) -> int:
         return self.tables.level(m, *NO_MULTIPLIER, step_share=0.0, weight_share=0.0)
 
@@ -398,9 +402,11 @@ class RegularSearch:
         value, whole = np.array(values).reshape(shape), not self._overlaps(m)
         actions_s = tables.group(sub).actions(sub, m)
         forward, backward = tables.least_phases(sub, m)
+        with_step = tables.lower_bound(sub, m, tables.level(m, *NO_MULTIPLIER)) if not whole else None
         return MeshTable(
-            table, len(sites), pace, value, byte, saved, trip, forward, backward, peak, near, hosts, whole, actions_s
-        )
+            table, len(sites), pace, value, byte, saved, trip, forward, backward, peak, near, hosts, whole, actions_s,
+            with_step, max_overlap(cluster),
+        )  # fmt: skip
 
     def _levels_for(self, waiting: _Waiting) -> list[int]:
         """The levels of a case's tables: those whose bounds are the highest for some of its groups, and those next to

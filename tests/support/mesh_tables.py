@@ -79,7 +79,7 @@ def mesh_table(rng: np.random.Generator, layers: int, groups: int, levels: int, 
     return MeshTable(
         table, len(near), pace.min(axis=0), value, np.array([byte for byte, _ in prices]),
         np.array([more for _, more in prices]), trip, *phases, peak, near,
-        [int(k >= first_host) for k in range(groups)],
+        [int(k >= first_host) for k in range(groups)], whole, None, None if whole else (pace + step / m).min(axis=0),
     )  # fmt: skip
 
 
@@ -101,8 +101,9 @@ def clock(mesh: MeshTable, case: PipelineCase, places: Order, m: int, at: Cells)
     forward = [t * table.share("forward_share", one) for t, one in zip(pace, at)]
     weight = [t - f - t * table.share("input_share", one) for t, f, one in zip(pace, forward, at)]
     step, ahead, back = [0.0] * case.groups, {}, {}
-    for (group, _), one in zip(places, at):
-        step[group] += float(table.step_s[one])
+    for (group, _), one, t, f in zip(places, at, pace, forward):
+        once = float(table.step_s[one])
+        step[group] += once - min(once, mesh.overlap * (t - f))
     for k, ((here, _), (there, _)) in enumerate(pairwise(places)):
         inside = mesh.hosts[here] == mesh.hosts[there]
         behind = [site for site, (_, behind) in enumerate(mesh.near) if behind == inside]

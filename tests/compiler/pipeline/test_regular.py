@@ -307,7 +307,7 @@ def explored(seed: int, whole: bool) -> tuple[MeshTable, int, StageConstraints, 
     """A table, and the fastest makespan of each of its cases: no message is faster, none is lost to memory."""
     rng = np.random.default_rng(100 + seed)
     layers, groups, m = int(rng.integers(3, 8)), int(rng.integers(2, 4)), int(rng.integers(1, 8))
-    mesh = mesh_table(rng, layers, groups, 2, m, whole)
+    mesh = replace(mesh_table(rng, layers, groups, 2, m, whole), overlap=0.0 if whole else 0.5)
     if rng.random() < 0.6:  # enough for several chunks
         options = [replace(o, limit_bytes=tuple(2 * x for x in o.limit_bytes)) for o in mesh.table.options]
         mesh = replace(mesh, table=replace(mesh.table, options=tuple(options)))
