@@ -259,14 +259,14 @@ def least_paths(mesh: MeshTable, m: int, schedule: str, allowed: NDArray[np.bool
     trip = np.where(allowed, mesh.trip if fill == 0.0 else mesh.pace, inf)
     fill = 0.0 if mesh.whole else fill
     forward = 0.0 if schedule == PIPEDREAM else mesh.forward
-    back = _least_tails(trip)
+    tails = _least_tails(trip)
     work = np.where(allowed, mesh.least_work(m), inf)
     for left in range(1, most + 1):  # of several stages the first holds as many as any that is so far from the end
         bound = mesh.least_seconds(in_flight_formula(schedule, 0, left, m), allowed)
         behind = np.maximum(fill * np.where(np.isfinite(bound), bound, 0.0), forward) + rest
         head, flight = m * bound, in_flight_formula(schedule, 0, left, m)
         if flight <= m and schedule != PIPEDREAM:
-            head = np.maximum(head, (m - flight + 1) * bound + (flight - 1) * mesh.backward + back)
+            head = np.maximum(head, (m - flight + 1) * bound + (flight - 1) * mesh.backward + tails)
         rest = np.append(np.maximum(head, behind).min(axis=1), inf)
         rest_of_work = np.append(np.maximum(work, forward + rest_of_work).min(axis=1), inf)
         paths[left] = max(rest[0], rest_of_work[0])
