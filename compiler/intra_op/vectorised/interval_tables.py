@@ -121,7 +121,6 @@ class IntervalComposer:
         (into, has_into), (out, has_out) = self.states(layer), self.states(layer + 1)
         modes = self.restriction.modes.get(self.cases.layering.layers[layer].class_key, self.modes)
         section = self.build(self.cases, layer, into, out, self.restriction, modes)
-        self._phases[self.cases.layering.layers[layer].class_key] = _least_phases(section)
         crossing = self.cases.layering.crossing
         entering, leaving = crossing[layer], crossing[layer + 1]
         possible = np.ones((len(into), len(out)), dtype=bool)
@@ -219,8 +218,11 @@ class IntervalComposer:
 
     def phase_seconds(self, layer: int) -> np.ndarray:
         """[2, cases] the least seconds of a microbatch's forward and of its backward, however the ops are sharded."""
-        self.template(layer)
-        return self._phases[self.cases.layering.layers[layer].class_key]
+        key = self.cases.layering.layers[layer].class_key
+        if key not in self._phases:
+            template = self.template(layer)
+            self._phases[key] = _least_phases(template.section if template.whole is None else template.whole[0])
+        return self._phases[key]
 
     # ---- intervals
 
