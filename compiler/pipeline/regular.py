@@ -223,8 +223,10 @@ def mesh_bound(mesh: MeshTable, m: int, groups: int, constraints: StageConstrain
 
 
 def _mean_work(mesh: MeshTable, m: int, allowed: NDArray[np.bool_]) -> float:
-    """The least sum of ``least_work`` of all layers."""
-    return float(_least_sums(np.where(allowed, mesh.least_work(m), inf)[None])[0])
+    """The least sum of ``least_work`` of all layers; 0 where that says no more than ``_mean_load``."""
+    if mesh.with_step is None:
+        return 0.0
+    return float(_least_sums(np.where(allowed, mesh.least_work(m), inf)))
 
 
 def _whole_work(mesh: MeshTable, allowed: NDArray[np.bool_]) -> Floats:
@@ -268,8 +270,10 @@ def least_paths(mesh: MeshTable, m: int, schedule: str, allowed: NDArray[np.bool
         if flight <= m and schedule != PIPEDREAM:
             head = np.maximum(head, (m - flight + 1) * bound + (flight - 1) * mesh.backward + tails)
         rest = np.append(np.maximum(head, behind).min(axis=1), inf)
-        rest_of_work = np.append(np.maximum(work, forward + rest_of_work).min(axis=1), inf)
-        paths[left] = max(rest[0], rest_of_work[0])
+        paths[left] = rest[0]
+        if mesh.with_step is not None:  # else ``head`` is no less
+            rest_of_work = np.append(np.maximum(work, forward + rest_of_work).min(axis=1), inf)
+            paths[left] = max(paths[left], rest_of_work[0])
         if schedule != PIPEDREAM:
             behind = np.where(np.isfinite(trip), trip, 0.0) + rest_of_trip
             rest_of_trip = np.append(np.maximum(m * trip, behind).min(axis=1), inf)
@@ -315,22 +319,19 @@ def groups_that_fit(mesh: MeshTable, m: int, most: int, constraints: StageConstr
     return found
 
 
-def _least_sums(values: Floats) -> Floats:
-    """[N] the least sum of values [N, L, L + 1] along the layers, cut into any number of runs."""
-    layers = values.shape[1]
-    least = np.full((len(values), layers + 1), inf)
-    least[:, 0] = 0.0
-    for j in range(1, layers + 1):
-        least[:, j] = (least[:, :j] + values[:, :j, j]).min(axis=1)
-    return np.asarray(least[:, layers])
-
-
 def _least_tails(values: Floats) -> Floats:
-    """[L + 1] the least sum of values [L, L + 1] from each border on, cut into any number of runs."""
-    tails = np.where(np.arange(len(values) + 1) == len(values), 0.0, inf)
-    for i in reversed(range(len(values))):
-        tails[i] = (values[i, i + 1 :] + tails[i + 1 :]).min()
+    """[…, L + 1] the least sum of values […, L, L + 1] from each border on, cut into any number of runs."""
+    layers = values.shape[-2]
+    tails = np.full((*values.shape[:-2], layers + 1), inf)
+    tails[..., layers] = 0.0
+    for i in reversed(range(layers)):
+        tails[..., i] = (values[..., i, i + 1 :] + tails[..., i + 1 :]).min(axis=-1)
     return tails
+
+
+def _least_sums(values: Floats) -> Floats:
+    """[…] the least sum of values […, L, L + 1] along all layers, cut into any number of runs."""
+    return np.asarray(_least_tails(values)[..., 0])
 
 
 def _least_largest(values: Floats, most: int) -> Floats:

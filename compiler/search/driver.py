@@ -314,8 +314,10 @@ def compare_pure_plans(search: SearchState, plan: Plan) -> list[dict[str, Any]]:
     with search.timed("alternatives"):
         task, left_s = search.pure_task, search.deadline - time.perf_counter()
         try:
-            if task.ready(left_s) if task is not None else left_s > len(pure_strategies(search)) * search.build_s:
-                return find_alternatives(plan, _pure_plans(search) if task is None else task.result())
+            if task is not None and task.ready(left_s):
+                return find_alternatives(plan, task.result())
+            if task is None and left_s > len(pure_strategies(search)) * search.build_s:
+                return find_alternatives(plan, _pure_plans(search))
             why = TIMED_OUT
         except KeyboardInterrupt:  # the plan itself is complete
             why = INTERRUPTED

@@ -402,8 +402,9 @@ class RegularSearch:
         value, whole = np.array(values).reshape(shape), not self._overlaps(m)
         actions_s = tables.group(sub).actions(sub, m)
         forward, backward = tables.least_phases(sub, m)
-        known = whole or PIPEDREAM in self.search.space.schedules  # whose steps run into each other
-        with_step = None if known else tables.lower_bound(sub, m, tables.level(m, *NO_MULTIPLIER))
+        with_step = None
+        if not whole and PIPEDREAM not in self.search.space.schedules:  # whose steps run into each other
+            with_step = tables.lower_bound(sub, m, tables.level(m, *NO_MULTIPLIER))
         return MeshTable(
             table, len(sites), pace, value, byte, saved, trip, forward, backward, peak, near, hosts, whole, actions_s,
             with_step, max_overlap(cluster),
