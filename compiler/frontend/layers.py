@@ -16,11 +16,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from math import inf
+from math import inf, isclose
 from typing import Any
 
 from torch.fx import Node
@@ -287,19 +288,27 @@ def _cut_positions(cost: Sequence[float], heavy: Sequence[bool]) -> list[int]:
 
 
 def _merge_light_segments(cuts: list[int], flops: Sequence[float], max_layers: int) -> list[int]:
-    """Drop cuts, always those between the lightest neighbours, until at most ``max_layers`` segments remain. Pairs of
-    equal weight are merged together, so that repeated blocks stay alike."""
+    """Drop cuts until at most ``max_layers`` segments remain: those between the lightest neighbours, all pairs of equal
+    weight together, so that repeated blocks stay alike. Pairs of which there are enough to end with come first, so that
+    no lighter one between them and the ends makes a block unlike the others."""
     cuts = list(cuts)
-    while len(cuts) - 1 > max_layers:
+    while (excess := len(cuts) - 1 - max_layers) > 0:
         weight = [sum(flops[a:b]) for a, b in pairwise(cuts)]
         pairs = [left + right for left, right in pairwise(weight)]
-        limit, remaining, joined = min(pairs) * (1 + 1e-9), [cuts[0]], False
-        for cut, pair in zip(cuts[1:], [*pairs, inf]):
-            joined = pair <= limit and not joined
-            if not joined:
-                remaining.append(cut)
-        cuts = remaining
+        often = sorted(one for one, count in Counter(pairs).items() if count >= excess)
+        enough = [one for one in often if len(cuts) - len(_merged(cuts, pairs, one)) >= excess]
+        cuts = _merged(cuts, pairs, enough[0] if enough else min(pairs))
     return cuts
+
+
+def _merged(cuts: Sequence[int], pairs: Sequence[float], weight: float) -> list[int]:
+    """The cuts without those inside neighbours that weigh so much together."""
+    remaining, joined = [cuts[0]], False
+    for cut, pair in zip(cuts[1:], [*pairs, inf]):
+        joined = isclose(pair, weight, rel_tol=1e-9) and not joined
+        if not joined:
+            remaining.append(cut)
+    return remaining
 
 
 def _with_annotated_stages(

@@ -168,6 +168,7 @@ class RegularSearch:
             first = heappop(queue)
             if first.case is not None and (first.m, first.mesh) not in self._closely_bounded:
                 heappush(queue, first)
+                self._look_closely([first, *nsmallest(4 * MESHES_AT_ONCE, queue)])
                 self._bound_closely(first.m, first.mesh, queue)
             elif first.case is not None and first.case.chunks > 1 and not first.lifted:
                 bound_s = close_bound(self._bounds[first.m, first.mesh], first.m, first.case, self.tables.cuts)
@@ -182,8 +183,6 @@ class RegularSearch:
                     continue
                 if (first.m, first.mesh) not in self._bounds:
                     self._look_ahead([first, *nsmallest(4 * MESHES_AT_ONCE, queue)])
-                if not self._able[first.m, first.mesh] and first.mesh not in self._least:
-                    self._least[first.mesh] = self._least_count(first.mesh)
                 for case, bound_s in self._expanded(first.m, first.mesh):
                     self._number += 1
                     heappush(queue, _Waiting(max(bound_s, first.bound_s), self._number, first.m, first.mesh, case))
@@ -274,29 +273,39 @@ class RegularSearch:
         return self._true_bound(m, bound_s)
 
     def _expanded(self, m: int, g: int) -> list[tuple[PipelineCase, float]]:
-        """The cases of a mesh and count that may fit, with their bounds on lower bounds at many multipliers."""
-        cases = [case for case in self._cases(m, g) if case.groups in self._able[m, g]]
+        """The cases of a mesh and count, with their bounds on lower bounds at a few multipliers."""
+        cases = self._cases(m, g)
         bounds = case_bounds(self._bounds[m, g], m, cases, self.tables.cuts) if cases else []
         return list(zip(cases, [self._true_bound(m, one) for one in bounds]))
 
     def _look_ahead(self, waiting: Sequence[_Waiting]) -> None:
         """Make the bounds of the first of these and of the next few meshes among them, at a few levels."""
         fresh = [(one.m, one.mesh) for one in waiting if one.case is None and (one.m, one.mesh) not in self._bounds]
-        meshes = fresh[:MESHES_AT_ONCE]
-        self._find_groups(meshes)
-        able = [(m, g) for m, g in meshes if self._able[m, g]]
-        grids = {(m, g): self._grid(m, g) for m, g in able}
-        self._bound({at: grid if len(grid) == 1 else self._few(grid) for at, grid in grids.items()})
-        self._closely_bounded |= {at for at, grid in grids.items() if len(grid) == 1}
+        self._bound({(m, g): self._few(self._grid(m, g)) for m, g in fresh[:MESHES_AT_ONCE]})
+
+    def _look_closely(self, waiting: Sequence[_Waiting]) -> None:
+        """Find what fits on the mesh of the first of these cases, and on the next few meshes among them."""
+        meshes = dict.fromkeys((one.m, one.mesh) for one in waiting if one.case is not None)
+        self._find_groups([one for one in meshes if one not in self._able][:MESHES_AT_ONCE])
 
     def _bound_closely(self, m: int, g: int, queue: list[_Waiting]) -> None:
-        """Make the bounds of a mesh at all levels, and lift those of its cases that wait in the queue."""
-        self._bound({(m, g): self._grid(m, g)})
+        """Make the bounds of a mesh at all levels, lift those of its cases that wait in the queue, and remove those
+        that cannot fit."""
+        able = self._able[m, g]
+        if not able and g not in self._least:
+            self._least[g] = self._least_count(g)
+        least = self._least.get(g, 0)
+        queue[:] = [
+            one for one in queue
+            if one.mesh != g or one.m >= least and (one.case is None or one.m != m or one.case.groups in able)
+        ]  # fmt: skip
         self._closely_bounded.add((m, g))
         waiting = [one for one in queue if one.case is not None and (one.m, one.mesh) == (m, g)]
-        bounds = case_bounds(self._bounds[m, g], m, [one.case for one in waiting if one.case], self.tables.cuts)
-        for one, bound_s in zip(waiting, bounds):
-            one.bound_s = max(one.bound_s, self._true_bound(m, bound_s))
+        if waiting and len(grid := self._grid(m, g)) > 1:
+            self._bound({(m, g): grid})
+            bounds = case_bounds(self._bounds[m, g], m, [one.case for one in waiting if one.case], self.tables.cuts)
+            for one, bound_s in zip(waiting, bounds):
+                one.bound_s = max(one.bound_s, self._true_bound(m, bound_s))
         heapify(queue)
 
     def _bound(self, multipliers: Mapping[tuple[int, int], Sequence[tuple[float, float]]]) -> None:
