@@ -297,7 +297,7 @@ class RegularSearch:
         least = self._least.get(g, 0)
         queue[:] = [
             one for one in queue
-            if one.mesh != g or one.m >= least and (one.case is None or one.m != m or one.case.groups in able)
+            if one.mesh != g or (one.m >= least and (one.case is None or one.m != m or one.case.groups in able))
         ]  # fmt: skip
         self._closely_bounded.add((m, g))
         waiting = [one for one in queue if one.case is not None and (one.m, one.mesh) == (m, g)]

@@ -5,6 +5,13 @@ variables (which targets of a tensor are paid); a variable leaves by a minimum o
 whose operator is still there by substitution, an operator whose states are still there by scattering. Here nothing is
 computed: tables are numbers (ids) with a scope, and each instruction says which tables it takes and which it leaves.
 
+**The last consumer of a tensor.** Consumer v of a tensor pays for its target t(v) unless another consumer a of it wants
+the same. With f(v, R) the sum of all other tables that mention v, source state s and prices c ≥ 0, its minimum is ::
+
+    min( min_v f(v, R) + c(s, t(v)),  min over a of min_{v: t(v) wanted by a} f(v, R) )
+
+so that no sum has the axes of v, s and all a together: the first table is over (s, R), the others are over (a, R).
+
 **Bounds of what is too wide** (``plan_relaxation``). The tables that mention a variable are dealt into *mini-buckets*
 (Dechter and Rish, 2003), each of which takes its own minimum within the limit: the result is never above the true one.
 A state whose substitution is too wide is minimised as if it were free of its operator. Of the sets of targets of a
@@ -15,8 +22,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
 
 import numpy as np
@@ -25,9 +33,12 @@ from ...errors import TooWide
 from .vectorised_presolve import TensorEdges
 
 __all__ = [
+    "HANDED_ON",
+    "NO_STEP",
     "Fixed",
     "Instruction",
     "Joined",
+    "Least",
     "Limits",
     "Minimum",
     "Recipe",
@@ -36,6 +47,8 @@ __all__ = [
     "SumOperand",
     "plan_elimination",
 ]
+
+NO_STEP, HANDED_ON = -1, -2
 
 _JOINT_CELLS = (
     2**18
@@ -47,6 +60,7 @@ _RELAXED_COPIES = 3
 _COUNTLESS = 10**60  # cells: what is wider still is as wide
 _HEAVY = 2**19  # cells per row: a recipe that touches more is worth comparing with others
 _ORDERS = ((True, False), (False, False), (True, True), (False, True))  # by growth, and whether states are held
+_LESS_WORK = 2  # times less work makes it worth while to take a minimum apart
 _FEW = 4  # times fewer values than its operator has a state that may stay for longer
 
 
@@ -100,8 +114,8 @@ class Substitute:
 @dataclass(frozen=True, eq=False)
 class Minimum:
     """Table ``out`` over ``shape``: the minimum over the leading axis (``size``) of the sum of ``parts``; the first
-    ``before`` of them are summed before the joint axes are complete. The argmin is that of step ``step``; of none, −1,
-    in all mini-buckets of a variable but the largest."""
+    ``before`` of them are summed before the joint axes are complete. The argmin is that of step ``step``, or
+    for ``Least`` (``HANDED_ON``), or not needed (``NO_STEP``): in all mini-buckets of a variable but the largest."""
 
     out: int
     step: int
@@ -126,7 +140,17 @@ class Scatter:
     reads: tuple[tuple[int | slice, ...], ...]
 
 
-Instruction = Joined | Fixed | Substitute | Minimum | Scatter
+@dataclass(frozen=True, eq=False)
+class Least:
+    """Table ``out`` over ``shape``: in each cell the least of minima over one variable, with its argmin."""
+
+    out: int
+    step: int
+    shape: tuple[int, ...]
+    parts: tuple[SumOperand, ...]
+
+
+Instruction = Joined | Fixed | Substitute | Minimum | Scatter | Least
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,14 +167,15 @@ class EliminationStep:
 class Recipe:
     """The instructions for the tables of operators (ids 0, 1, …: the costs of ``alive`` choices) and links.
 
-    result: the tables that are left, over ``keep``. most_cells: of the widest table, without the axis that leaves.
-    work: the cells that all minima are taken over.
+    last: by instruction the tables that nothing needs after it. result: the tables that are left, over ``keep``.
+    most_cells: of the widest table, without the axis that leaves. work: the cells that all minima are taken over.
     """
 
     keep: tuple[int, ...]
     alive: tuple[np.ndarray, ...]
     kept_shape: tuple[int, ...]
     instructions: tuple[Instruction, ...]
+    last: tuple[tuple[int, ...], ...]
     steps: tuple[EliminationStep, ...]
     result: tuple[SumOperand, ...]
     most_cells: int
@@ -232,6 +257,7 @@ class _Planner:
         self.most_cells = 1
         self.work = 0
         self.relaxed: list[frozenset[int]] = []
+        self.joined: dict[int, _Joint] = {}  # tables that are those of links as they were
         for i in range(len(alive)):
             self._table((i,))
         for number, link in enumerate(links):
@@ -257,12 +283,15 @@ class _Planner:
         self.operators[variable] = (operator,)
         return variable
 
+    def _number(self) -> int:
+        self.next_table += 1
+        return self.next_table - 1
+
     def _table(self, scope: tuple[int, ...]) -> int:
-        number = self.next_table
+        number = self._number()
         self.scopes[number] = scope
         for v in scope:
             self.at[v].add(number)
-        self.next_table += 1
         return number
 
     def _prod(self, variables: Sequence[int] | set[int]) -> int:
@@ -309,9 +338,18 @@ class _Planner:
             return
         if cells > min(self.limits.max_cells, _LARGEST_JOINT) and not self.limits.relaxed:
             raise TooWide(f"the table of a tensor would have {cells} cells")
-        unions, index = _unions(sure, [[s & paid for s in sets] for _, sets in ends])
-        out = self._table((*source, *(v for v, _ in ends)))
-        self.instructions.append(Joined(out, number, rows, _members(link, unions), index, alone=not source))
+        wanted = tuple((v, tuple(s & paid for s in sets)) for v, sets in ends)
+        self._join(_Joint(number, link, rows, source, wanted, sure))
+
+    def _join(self, joint: _Joint, out: int | None = None) -> int:
+        """Add the table of a link, by default as one that is to leave."""
+        if out is None:
+            out = self._table(joint.scope)
+            self.joined[out] = joint
+        unions, index = _unions(joint.sure, [sets for _, sets in joint.ends])
+        members = _members(joint.link, unions)
+        self.instructions.append(Joined(out, joint.number, joint.rows, members, index, alone=not joint.source))
+        return out
 
     def _add_paid_set(
         self,
@@ -342,7 +380,8 @@ class _Planner:
             x = self.owner[v][0]
             return max((self._prod({u for u in self.scopes[f] if u != v} | {x}) for f in self.at[v]), default=0)
         others = {u for f in self.at[v] for u in self.scopes[f]} - {v}
-        return self._prod(others) * max(self.size[v], self._prod(self.states[v] - others))
+        shared = self._shared(v, {f: self.scopes[f] for f in self.at[v]})
+        return self._prod(others) * max(self.size[v], self._prod(self.states[v] - others)) if not shared else shared[1]
 
     def _rank(self, v: int) -> float:
         """The order of elimination, least first: by the cells touched per cell that goes, or by the cells touched. A
@@ -370,7 +409,7 @@ class _Planner:
             self.keep,
             tuple(self.alive),
             shape,
-            tuple(self.instructions),
+            *_trimmed(self.instructions, {part.table for part in result}),
             tuple(self.steps),
             result,
             max(self.most_cells, math.prod(shape)),
@@ -460,25 +499,81 @@ class _Planner:
 
     def _minimise(self, v: int, scopes: dict[int, tuple[int, ...]], counted: bool = True) -> None:
         """Take the minimum over v of these tables. counted: whether its argmin is that of v."""
-        others = tuple(sorted({u for scope in scopes.values() for u in scope} - {v}))
+        step = len(self.steps) if counted else NO_STEP
+        if shared := self._shared(v, scopes):
+            others = self._minimise_shared(v, scopes, shared[0], step)
+        elif self.states[v]:
+            self._scatter(v, scopes)
+            return
+        else:
+            others = _others(v, scopes)
+            self._minimum(v, scopes, self._table(others), step)
+        if counted:
+            self.steps.append(EliminationStep(v, others, self._shape(others)))
+
+    def _shape(self, scope: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self.size[u] for u in scope)
+
+    def _sum(self, v: int, scopes: Mapping[int, tuple[int, ...]]) -> tuple[tuple[SumOperand, ...], int]:
+        """(the operands of the sum of these tables, narrow ones first, v in front; ``Minimum.before``)."""
+        others = _others(v, scopes)
         tables = sorted(scopes, key=lambda f: self._prod(scopes[f]))
-        parts = tuple(self._part(f, (v, *others), scopes[f]) for f in tables)
         seen: set[int] = set()
         before = 0
         for f in tables:
             seen |= set(scopes[f])
             before += len(seen) < len(others) + 1
         self.most_cells = max(self.most_cells, self._prod(others))
-        owned = sorted(self.states[v])
-        if owned:
-            self._scatter(v, owned, others, parts, before)
-            return
-        shape = tuple(self.size[u] for u in others)
-        out, step = self._table(others), len(self.steps) if counted else -1
-        self.work += self._prod(others) * self.size[v]
+        return tuple(self._part(f, (v, *others), scopes[f]) for f in tables), before
+
+    def _minimum(self, v: int, scopes: Mapping[int, tuple[int, ...]], out: int, step: int) -> None:
+        """Add the minimum over v of the sum of these tables."""
+        parts, before = self._sum(v, scopes)
+        shape = self._shape(_others(v, scopes))
+        self.work += math.prod(shape) * self.size[v]
         self.instructions.append(Minimum(out, step, self.size[v], shape, parts, before))
-        if counted:
-            self.steps.append(EliminationStep(v, others, shape))
+
+    def _shared(self, v: int, scopes: Mapping[int, tuple[int, ...]]) -> tuple[int, int] | None:
+        """(the table of a link of whose tensor v is a consumer, the cells that its minimum touches if taken apart), if
+        that touches much fewer."""
+        if self.states[v] or not any(f in self.joined for f in scopes):
+            return None
+        found = []
+        every = self._prod({u for scope in scopes.values() for u in scope} - {v})
+        for f in scopes:
+            if (joint := self.joined.get(f)) is None or v not in joint.single or len(joint.ends) < 2:
+                continue
+            rest = {u for g, scope in scopes.items() if g != f for u in scope} - {v}
+            tables = [rest | set(joint.source), *(rest | {a} for a, _ in joint.ends if a != v)]
+            work = len(tables) * every + self.size[v] * sum(self._prod(one) for one in tables)
+            found.append((work, f))
+        work, f = min(found, default=(0, -1))
+        return (f, work) if found and _LESS_WORK * work <= every * self.size[v] else None
+
+    def _minimise_shared(self, v: int, scopes: Mapping[int, tuple[int, ...]], f: int, step: int) -> tuple[int, ...]:
+        """Take the minimum over v, a consumer of the tensor of table ``f``, in parts; return what is left."""
+        joint, scopes, others = self.joined[f], dict(scopes), _others(v, scopes)
+        part_step = HANDED_ON if step >= 0 else step
+        del scopes[f]
+        ends = dict(joint.ends)
+        wanted = [one - joint.sure for one in ends.pop(v)]
+        self._join(replace(joint, ends=tuple(ends.items())))
+        parts: dict[int, tuple[int, ...]] = {}  # minima over v, by their scopes
+        for a, sets in ends.items():
+            mask, out = self._number(), self._number()
+            both = np.array([[one <= other for other in sets] for one in wanted])
+            self.instructions.append(Fixed(mask, np.where(both, 0.0, np.inf)))
+            parts[out] = _others(v, {**scopes, mask: (v, a)})
+            self._minimum(v, {**scopes, mask: (v, a)}, out, part_step)
+        alone = replace(joint, ends=((v, tuple(wanted)),), sure=frozenset())
+        price, out = self._join(alone, self._number()), self._number()
+        parts[out] = _others(v, {**scopes, price: alone.scope})
+        self._minimum(v, {**scopes, price: alone.scope}, out, part_step)
+        self.most_cells = max(self.most_cells, self._prod(others))
+        self.work += len(parts) * self._prod(others)
+        operands = tuple(self._part(one, others, scope) for one, scope in parts.items())
+        self.instructions.append(Least(self._table(others), step, self._shape(others), operands))
+        return others
 
     def _substitute(self, v: int, scopes: dict[int, tuple[int, ...]]) -> None:
         x, values = self.owner.pop(v)
@@ -493,13 +588,13 @@ class _Planner:
             self.most_cells = max(self.most_cells, self._prod(new))
             self.instructions.append(Substitute(self._table(new), f, axis, onto, values))
 
-    def _scatter(
-        self, v: int, owned: list[int], others: tuple[int, ...], parts: tuple[SumOperand, ...], before: int
-    ) -> None:
+    def _scatter(self, v: int, scopes: Mapping[int, tuple[int, ...]]) -> None:
+        """Take the minimum over v of the sum of these tables for each combination of the states that it owns."""
+        owned, others, (parts, before) = sorted(self.states[v]), _others(v, scopes), self._sum(v, scopes)
         values = {s: self.owner.pop(s)[1].tolist() for s in owned}
         self.states[v].clear()
         scope = (*(s for s in owned if s not in others), *others)
-        shape = tuple(self.size[u] for u in scope)
+        shape = self._shape(scope)
         self.most_cells = max(self.most_cells, math.prod(shape))
         cells = tuple(tuple(values[u][c] if u in values else slice(None) for u in scope) for c in range(self.size[v]))
         reads = tuple((c, *(values[u][c] if u in values else slice(None) for u in others)) for c in range(self.size[v]))
@@ -513,6 +608,51 @@ class _Planner:
         own = self.scopes[table] if own is None else own
         order = tuple(sorted(range(len(own)), key=lambda a: scope.index(own[a])))
         return SumOperand(table, order, tuple(slice(None) if u in own else None for u in scope))
+
+
+@dataclass(frozen=True, eq=False)
+class _Joint:
+    """What the table of a link is made of: its source variable, if it has one; per consuming variable the set of paid
+    targets for each of its values; the targets that are paid whatever is chosen."""
+
+    number: int
+    link: TensorEdges
+    rows: np.ndarray
+    source: tuple[int, ...]
+    ends: tuple[tuple[int, tuple[frozenset[int], ...]], ...]
+    sure: frozenset[int]
+
+    @property
+    def scope(self) -> tuple[int, ...]:
+        """The axes of the table."""
+        return (*self.source, *(v for v, _ in self.ends))
+
+    @cached_property
+    def single(self) -> frozenset[int]:
+        """The consuming variables that want one more target at most."""
+        return frozenset(v for v, sets in self.ends if all(len(one - self.sure) < 2 for one in sets))
+
+
+def _others(v: int, scopes: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
+    """The variables of these tables without v, in order."""
+    return tuple(sorted({u for scope in scopes.values() for u in scope} - {v}))
+
+
+def _trimmed(
+    instructions: Sequence[Instruction], needed: set[int]
+) -> tuple[tuple[Instruction, ...], tuple[tuple[int, ...], ...]]:
+    """(the instructions that what is needed follows from, by instruction the tables that nothing needs after it)."""
+    found: list[Instruction] = []
+    last: list[tuple[int, ...]] = []
+    needed = set(needed)
+    for do in reversed(instructions):
+        if do.out not in needed:
+            continue
+        read = {do.table} if isinstance(do, Substitute) else {part.table for part in getattr(do, "parts", ())}
+        found.append(do)
+        last.append(tuple(read - needed))
+        needed |= read
+    return tuple(reversed(found)), tuple(reversed(last))
 
 
 def _num_sets(num: int, most: int) -> int:

@@ -24,7 +24,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from .elimination_order import Fixed, Joined, Minimum, Recipe, Scatter, Substitute, SumOperand
+from .elimination_order import NO_STEP, Fixed, Joined, Least, Minimum, Recipe, Scatter, Substitute, SumOperand
 
 __all__ = [
     "EliminatedRows",
@@ -106,22 +106,30 @@ def follow(
         for i, (cost, alive) in enumerate(zip(costs, recipe.alive))
     }
     argmins: list[np.ndarray | None] = [None] * len(recipe.steps)
-    for do in recipe.instructions:
+    found: dict[int, np.ndarray | None] = {}  # the argmins of minima by their tables
+    for do, gone in zip(recipe.instructions, recipe.last):
         match do:
             case Joined():
                 tables[do.out] = _joined(do, links[do.link])
             case Fixed():
                 tables[do.out] = do.table[..., None].astype(kind, copy=False)
             case Substitute():
-                tables[do.out] = _substituted(do, tables.pop(do.table))
+                tables[do.out] = _substituted(do, tables[do.table])
             case Minimum():
-                tables[do.out], best = _minimum(
-                    do, [_view(tables.pop(p.table), p) for p in do.parts], walkable and do.step >= 0
+                tables[do.out], found[do.out] = _minimum(
+                    do, [_view(tables[p.table], p) for p in do.parts], walkable and do.step != NO_STEP
                 )
-                if do.step >= 0:
-                    argmins[do.step] = best
             case Scatter():
-                tables[do.out], argmins[do.step] = _scattered(do, [_view(tables.pop(p.table), p) for p in do.parts])
+                tables[do.out], found[do.out] = _scattered(do, [_view(tables[p.table], p) for p in do.parts])
+            case Least():
+                costs_of = [_view(tables[p.table], p) for p in do.parts]
+                bests = [found.pop(p.table) for p in do.parts]
+                views = [_view(best, p) for best, p in zip(bests, do.parts) if best is not None]
+                tables[do.out], found[do.out] = _least_of_parts(do, costs_of, views)
+        if isinstance(do, Minimum | Scatter | Least) and do.step >= 0:
+            argmins[do.step] = found.pop(do.out)
+        for table in gone:
+            del tables[table]
     total = np.zeros((*recipe.kept_shape, rows), kind)
     for part in recipe.result:
         total += _view(tables[part.table], part)
@@ -208,7 +216,7 @@ def _minimum(do: Minimum, parts: list[np.ndarray], walkable: bool) -> tuple[np.n
     running = Running(np.empty(shape, parts[0].dtype), do.size) if walkable else None
     cost = np.empty(shape, parts[0].dtype) if running is None else running.cost
     for block in _blocks(shape):
-        views = [p[(slice(None), *(s if n > 1 else slice(None) for s, n in zip(block, p.shape[1:])))] for p in parts]
+        views = [_block_of(p, (slice(None), *block)) for p in parts]
         _least(views, cost[block], do.size, None if running is None else Running.of(cost[block], running.best[block]))
     return cost, None if running is None else running.best
 
@@ -229,6 +237,32 @@ def _least(parts: Sequence[np.ndarray], cost: np.ndarray, size: int, running: Ru
             running.offer(offered, choice, None, better)
         else:
             np.minimum(cost, offered, out=cost)
+
+
+def _least_of_parts(
+    do: Least, parts: list[np.ndarray], bests: list[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """bests: the argmins of the parts, or nothing where choices do not count."""
+    shape = (*do.shape, max(part.shape[-1] for part in parts))
+    cost = np.empty(shape, parts[0].dtype)
+    best = np.empty(shape, bests[0].dtype) if bests else None
+    for block in _blocks(shape):
+        first, *others = (_block_of(part, block) for part in parts)
+        cost[block] = first
+        if best is None:
+            for other in others:
+                np.minimum(cost[block], other, out=cost[block])
+            continue
+        best[block] = _block_of(bests[0], block)
+        for other, choice in zip(others, bests[1:]):
+            np.copyto(best[block], _block_of(choice, block), where=other < cost[block])
+            np.minimum(cost[block], other, out=cost[block])
+    return cost, best
+
+
+def _block_of(part: np.ndarray, block: tuple[slice, ...]) -> np.ndarray:
+    """The part of an operand, whose axes may be 1, in a block."""
+    return part[tuple(s if n > 1 else slice(None) for s, n in zip(block, part.shape))]
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:

@@ -41,7 +41,7 @@ MOST_GROUPS = 4
 #: … where the ones before lie further above the bounds than this.
 GROUP_GAP = 0.05
 GROUP_GAIN = 0.01
-_NO_RECIPE = Recipe((), (), (), (), (), (), 0, 0)
+_NO_RECIPE = Recipe((), (), (), (), (), (), (), 0, 0)
 #: Seconds per byte that let the leaner of equally fast choices win; 0.1 ns for a terabyte.
 TIE = 1e-22
 

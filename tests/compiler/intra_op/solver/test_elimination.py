@@ -19,10 +19,11 @@ from tests.support.vectorised_elimination import (
 
 
 @pytest.mark.parametrize("order", elimination_order._ORDERS)
-@pytest.mark.parametrize("joint_cells", [4096, 3])
-def test_every_row_equals_brute_force(joint_cells, order, monkeypatch):
-    # with 3 cells every shared tensor takes the form with a set of paid targets
+@pytest.mark.parametrize(("joint_cells", "less_work"), [(4096, np.inf), (4096, 0), (3, 0)])
+def test_every_row_equals_brute_force(joint_cells, less_work, order, monkeypatch):
+    # 3 cells: every shared tensor takes the form with a set of paid targets; 0: every last consumer leaves apart
     monkeypatch.setattr(elimination_order, "_JOINT_CELLS", joint_cells)
+    monkeypatch.setattr(elimination_order, "_LESS_WORK", less_work)
     monkeypatch.setattr(elimination_order, "_ORDERS", [order])
     monkeypatch.setattr(elimination_order, "_FEW", 1)  # every state is held, where any is
     finite = 0
@@ -81,6 +82,25 @@ def test_of_several_orders_the_lightest_is_taken(monkeypatch):
     assert work(orders) == each[0], "one light enough is not compared with others"
     monkeypatch.setattr(elimination_order, "_HEAVY", 0)
     assert work(orders[::-1]) == work(orders) == min(each)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_last_consumer_of_a_tensor_leaves_by_less_work(seed, monkeypatch):
+    # as queries, keys and values do: one tensor, three consumers, whose results meet
+    rng, num = np.random.default_rng(seed), 9
+    costs = [rng.random((3, num)) for _ in range(5)]
+    prices = rng.random((4, 3, num, num))
+    prices[rng.random(prices.shape) < 0.1] = np.inf
+    prices[..., range(num), range(num)] = 0.0
+    edges = [EdgeCosts(0, np.arange(num), tuple((k, rng.permutation(num)) for k in (1, 2, 3)), prices[0])]
+    edges += [EdgeCosts(k, np.arange(num), ((4, rng.permutation(num)),), prices[k]) for k in (1, 2, 3)]
+    apart = eliminate_rows(costs, edges, (0, 4))
+    monkeypatch.setattr(elimination_order, "_LESS_WORK", np.inf)
+    whole = eliminate_rows(costs, edges, (0, 4))
+    assert apart._chunks[0].recipe.work < 0.7 * whole._chunks[0].recipe.work
+    np.testing.assert_allclose(apart.cost, whole.cost, rtol=1e-12)
+    for row in range(3):
+        assert_attained(row_of(costs, edges, row), apart, row)
 
 
 def test_chunks_and_threads_change_nothing(monkeypatch):
