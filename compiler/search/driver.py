@@ -395,7 +395,8 @@ def _build_plans(
             search.clocks.append((candidate.clock_s, plan.prediction.step_s))
             ratio = clock_ratios.get(candidate.schedule, 1.0)
             clock_ratios[candidate.schedule] = min(candidate.clock_s / plan.prediction.step_s, ratio)
-            slower = plan.prediction.step_s >= limit_s * (1 + TIE_TOLERANCE)
+            is_simpler = all(_rank(candidate.schedule) < _rank(one.schedule) for one in plans)
+            slower = plan.prediction.step_s >= limit_s * (1 + TIE_TOLERANCE * is_simpler)
             if slower or any(same_decisions(plan, other) for other in plans):
                 continue
             retries = 0 if plans and search.must_stop() else MAX_MEMORY_RETRIES
@@ -431,8 +432,12 @@ def simplest_index(schedules: Sequence[str], steps_s: Sequence[float]) -> int:
     """The index of the plan to take: the fastest, or of those as good the one with the simplest schedule."""
     least = min(steps_s)
     ties = [index for index, step_s in enumerate(steps_s) if step_s <= least * (1 + TIE_TOLERANCE)]
-    ranks = [*SCHEDULES, PIPEDREAM]
-    return min(ties, key=lambda index: (ranks.index(schedules[index]), steps_s[index]))
+    return min(ties, key=lambda index: (_rank(schedules[index]), steps_s[index]))
+
+
+def _rank(schedule: str) -> int:
+    """The place of a schedule, from simple to involved."""
+    return [*SCHEDULES, PIPEDREAM].index(schedule)
 
 
 def _shapes(candidate: Candidate) -> list[tuple[int, int, tuple[int, ...], float]]:

@@ -76,8 +76,8 @@ class _Waiting:
     m: int = field(compare=False)
     mesh: int = field(compare=False)
     case: PipelineCase | None = field(compare=False, default=None)
-    #: True: its first bound, which is cheap, was lifted
-    lifted: bool = field(compare=False, default=False)
+    #: how often its first bound, which is cheap, was lifted
+    looks: int = field(compare=False, default=0)
 
 
 @dataclass(order=True, frozen=True)
@@ -109,8 +109,10 @@ class RegularSearch:
         self._solved: list[_Waiting] = []
         self._solved_bounds: list[_SolvedBound] = []
         self._bounds: dict[tuple[int, int], MeshTable] = {}
-        self._closely_bounded: set[tuple[int, int]] = set()  # whose bounds are those at all levels
+        #: by count and mesh the cases with so many groups that anything fits, with their bounds at all levels
+        self._close: dict[tuple[int, int], dict[PipelineCase, float]] = {}
         self._able: dict[tuple[int, int], list[int]] = {}  # numbers of groups with which anything fits
+        self._overlapping: dict[int, bool] = {}  # by microbatch count, see ``_overlaps``
         self._least: dict[int, int] = {}  # by mesh a microbatch count below which nothing fits
 
     @property
@@ -166,21 +168,18 @@ class RegularSearch:
             if isfinite(best_s) and search.must_stop(builds=2):
                 return
             first = heappop(queue)
-            if first.case is not None and (first.m, first.mesh) not in self._closely_bounded:
-                heappush(queue, first)
-                self._look_closely([first, *nsmallest(4 * MESHES_AT_ONCE, queue)])
-                self._bound_closely(first.m, first.mesh, queue)
-            elif first.case is not None and first.case.chunks > 1 and not first.lifted:
-                bound_s = close_bound(self._bounds[first.m, first.mesh], first.m, first.case, self.tables.cuts)
-                first.lifted, first.bound_s = True, max(first.bound_s, self._true_bound(first.m, bound_s))
-                heappush(queue, first)
-            elif first.case is None and not first.lifted:
+            if first.m < self._least.get(first.mesh, 0):
+                continue
+            if first.case is not None and first.looks < 2:
+                bound_s = self._closer_bound(first, queue)
+                first.looks, first.bound_s = first.looks + 1, max(first.bound_s, bound_s)
+                if isfinite(first.bound_s):
+                    heappush(queue, first)
+            elif first.case is None and not first.looks:
                 self._lift([first, *nsmallest(LIFTED_AT_ONCE, queue)])
                 queue.append(first)
                 heapify(queue)
             elif first.case is None:
-                if first.m < self._least.get(first.mesh, 0):
-                    continue
                 if (first.m, first.mesh) not in self._bounds:
                     self._look_ahead([first, *nsmallest(4 * MESHES_AT_ONCE, queue)])
                 for case, bound_s in self._expanded(first.m, first.mesh):
@@ -202,12 +201,12 @@ class RegularSearch:
 
     def _lift(self, waiting: Sequence[_Waiting]) -> None:
         """Lift the bounds of those of these meshes whose bounds count no more than their least pace."""
-        rough = [one for one in waiting if one.case is None and not one.lifted]
+        rough = [one for one in waiting if one.case is None and not one.looks]
         levels = {one.m: self._coarse(one.m) for one in rough}
         self.tables.bound([(self.meshes[one.mesh][0], one.m, level) for one in rough for level in levels[one.m]])
         for one in rough:
             one.bound_s = max(one.bound_s, self._mesh_bound(one.m, one.mesh, levels[one.m]))
-            one.lifted = True
+            one.looks = 1
 
     def _least_count(self, g: int) -> int:
         """A microbatch count below which nothing fits on a mesh, as microbatches are too large: by bisection over the
@@ -273,7 +272,7 @@ class RegularSearch:
         return self._true_bound(m, bound_s)
 
     def _expanded(self, m: int, g: int) -> list[tuple[PipelineCase, float]]:
-        """The cases of a mesh and count, with their bounds on lower bounds at a few multipliers."""
+        """The cases of a mesh and count, with their bounds at the multipliers of its lower bounds."""
         cases = self._cases(m, g)
         bounds = case_bounds(self._bounds[m, g], m, cases, self.tables.cuts) if cases else []
         return list(zip(cases, [self._true_bound(m, one) for one in bounds]))
@@ -283,30 +282,27 @@ class RegularSearch:
         fresh = [(one.m, one.mesh) for one in waiting if one.case is None and (one.m, one.mesh) not in self._bounds]
         self._bound({(m, g): self._few(self._grid(m, g)) for m, g in fresh[:MESHES_AT_ONCE]})
 
-    def _look_closely(self, waiting: Sequence[_Waiting]) -> None:
-        """Find what fits on the mesh of the first of these cases, and on the next few meshes among them."""
-        meshes = dict.fromkeys((one.m, one.mesh) for one in waiting if one.case is not None)
-        self._find_groups([one for one in meshes if one not in self._able][:MESHES_AT_ONCE])
+    def _closer_bound(self, waiting: _Waiting, queue: Sequence[_Waiting]) -> float:
+        """The next bound of a case: that at all multipliers, inf if nothing fits on so many groups; then, with several
+        virtual stages, that of the divisions that are looked at."""
+        m, g, case = waiting.m, waiting.mesh, waiting.case
+        assert case is not None
+        if waiting.looks == 0:
+            if (m, g) not in self._close:
+                near = dict.fromkeys((one.m, one.mesh) for one in [waiting, *nsmallest(4 * MESHES_AT_ONCE, queue)])
+                self._find_groups([at for at in near if at in self._bounds and at not in self._able][:MESHES_AT_ONCE])
+                self._close[m, g] = self._close_bounds(m, g)
+            return self._close[m, g].get(case, inf)
+        return self._true_bound(m, close_bound(self._bounds[m, g], m, case, self.tables.cuts)) if case.chunks > 1 else 0
 
-    def _bound_closely(self, m: int, g: int, queue: list[_Waiting]) -> None:
-        """Make the bounds of a mesh at all levels, lift those of its cases that wait in the queue, and remove those
-        that cannot fit."""
-        able = self._able[m, g]
-        if not able and g not in self._least:
-            self._least[g] = self._least_count(g)
-        least = self._least.get(g, 0)
-        queue[:] = [
-            one for one in queue
-            if one.mesh != g or (one.m >= least and (one.case is None or one.m != m or one.case.groups in able))
-        ]  # fmt: skip
-        self._closely_bounded.add((m, g))
-        waiting = [one for one in queue if one.case is not None and (one.m, one.mesh) == (m, g)]
-        if waiting and len(grid := self._grid(m, g)) > 1:
+    def _close_bounds(self, m: int, g: int) -> dict[PipelineCase, float]:
+        """The cases of a mesh with so many groups that anything fits, and their bounds at all multipliers."""
+        if not self._able[m, g]:
+            self._least[g] = self._least[g] if g in self._least else self._least_count(g)
+            return {}
+        if len(grid := self._grid(m, g)) > 1:
             self._bound({(m, g): grid})
-            bounds = case_bounds(self._bounds[m, g], m, [one.case for one in waiting if one.case], self.tables.cuts)
-            for one, bound_s in zip(waiting, bounds):
-                one.bound_s = max(one.bound_s, self._true_bound(m, bound_s))
-        heapify(queue)
+        return {case: bound_s for case, bound_s in self._expanded(m, g) if case.groups in self._able[m, g]}
 
     def _bound(self, multipliers: Mapping[tuple[int, int], Sequence[tuple[float, float]]]) -> None:
         """Make the lower bounds of these (count, mesh) at these multipliers."""
@@ -368,7 +364,9 @@ class RegularSearch:
         return [self.tables.level(m, *one, step_share=0.0 if self._overlaps(m) else 1.0) for one in multipliers]
 
     def _overlaps(self, m: int) -> bool:
-        return lower_by_overlap(1.0, m, self.search.cluster, inf) < 1 - MAX_LOWERED
+        if m not in self._overlapping:
+            self._overlapping[m] = lower_by_overlap(1.0, m, self.search.cluster, inf) < 1 - MAX_LOWERED
+        return self._overlapping[m]
 
     def _true_bound(self, m: int, bound_s: float) -> float:
         """The bound on a step, from one that counts what may run beside the microbatches."""
