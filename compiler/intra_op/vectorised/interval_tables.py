@@ -504,24 +504,20 @@ def _blocks(members: Sequence[int], cells: int) -> Iterator[Sequence[int]]:
 
 
 def floors_of(runs: Sequence[LayerRun], tables: Mapping[str, np.ndarray], actions: np.ndarray) -> np.ndarray:
-    """[runs, rows]: the least sum of each run's layers and of a stage's actions [rows], whatever its borders' states,
-    rounded down. tables: by class, [in states, out states, rows]."""
-    tables = {key: table.astype(np.float32) for key, table in tables.items()}
+    """[runs, rows]: the least sum of each run's layers and of a stage's actions [rows], whatever its borders' states.
+    tables: by class, [in states, out states, rows]."""
     floors = np.empty((len(runs), len(actions)))
     before: dict[int, np.ndarray] = {}
-    eps = float(np.finfo(np.float32).eps)  # of every sum and of the tables: no more is lost, as nothing is negative
     for every, done in _in_order(runs):
         table = tables[runs[every[0]].layer]
         for members in _blocks(every, table[0].size):
-            nothing = np.zeros(table.shape[::2], np.float32)
-            ahead = [before[runs[n].before] if runs[n].before >= 0 else nothing for n in members]
+            ahead = [before[runs[n].before] if runs[n].before >= 0 else np.zeros(table.shape[::2]) for n in members]
             start = np.stack(ahead, axis=1)  # [in states, runs, rows]
             least = start[0][:, None] + table[0]
             total = np.empty_like(least)
             for state in range(1, len(table)):
                 np.minimum(least, np.add(start[state][:, None], table[state], out=total), out=least)
-            lengths = np.array([runs[n].length for n in members])[:, None]
-            floors[members] = least.min(axis=1) * (1 - (lengths + 1) * eps) + actions
+            floors[members] = least.min(axis=1) + actions
             before |= {number: least[place] for place, number in enumerate(members)}
         for number in done:
             del before[number]
