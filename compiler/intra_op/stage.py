@@ -236,8 +236,10 @@ FREE_SOLVE_S = 1.0
 #: Stages with more operators are solved to within ``LARGE_STAGE_GAP`` of the optimum.
 LARGE_STAGE_OPERATORS = 600
 LARGE_STAGE_GAP = 0.01
-#: A stage is not solved again if its real price is above the problem's by no more than this fraction.
+#: A stage is not solved again if its real price is above the problem's by no more than this fraction, or, where its ops
+#: keep their labels, by this larger one.
 PRICE_TOLERANCE = 1e-4
+LARGE_STAGE_PRICE_TOLERANCE = 0.005
 _Message = tuple[str, tuple[int, ...]]  # what of parameters is sent: "gradients", "blocks" or "layers", over which axes
 _Chosen = tuple[Section, tuple[int, ...]]
 
@@ -331,13 +333,15 @@ class _Stage:
             return prices[-1] < best
 
         offer(())
+        is_large = len(free.names) > FREE_SOLVE_OPERATORS
+        tolerance = LARGE_STAGE_PRICE_TOLERANCE if is_large else PRICE_TOLERANCE
         # Messages are banned greedily: each round keeps the ban that helped last, until no further ban helps.
         banned: list[_Message] = []
         while True:
             best = candidates[prices.index(min(prices))]
             seconds = evaluate(best[0].problem(self.in_flight), best[1])[0]
             # the problem is a lower bound, so a real price that meets it cannot be improved
-            if min(prices)[1] <= seconds * (1 + PRICE_TOLERANCE):
+            if min(prices)[1] <= seconds * (1 + tolerance):
                 return best
             better = [
                 sent
