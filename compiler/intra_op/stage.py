@@ -236,10 +236,10 @@ FREE_SOLVE_S = 1.0
 #: Stages with more operators are solved to within ``LARGE_STAGE_GAP`` of the optimum.
 LARGE_STAGE_OPERATORS = 600
 LARGE_STAGE_GAP = 0.01
-#: A stage is not solved again if its real price is above the problem's by no more than this fraction, or, where its ops
-#: keep their labels, by this larger one.
+#: A stage is not solved again if its real price is above the problem's by no more than this fraction; a large stage, by
+#: the larger one, nor after a round that gained no more than that.
 PRICE_TOLERANCE = 1e-4
-LARGE_STAGE_PRICE_TOLERANCE = 0.005
+LARGE_STAGE_PRICE_TOLERANCE = 1e-3
 _Message = tuple[str, tuple[int, ...]]  # what of parameters is sent: "gradients", "blocks" or "layers", over which axes
 _Chosen = tuple[Section, tuple[int, ...]]
 
@@ -333,23 +333,26 @@ class _Stage:
             return prices[-1] < best
 
         offer(())
-        is_large = len(free.names) > FREE_SOLVE_OPERATORS
+        is_large = len(free.names) > LARGE_STAGE_OPERATORS
         tolerance = LARGE_STAGE_PRICE_TOLERANCE if is_large else PRICE_TOLERANCE
         # Messages are banned greedily: each round keeps the ban that helped last, until no further ban helps.
         banned: list[_Message] = []
         while True:
-            best = candidates[prices.index(min(prices))]
+            before = min(prices)
+            best = candidates[prices.index(before)]
             seconds = evaluate(best[0].problem(self.in_flight), best[1])[0]
             # the problem is a lower bound, so a real price that meets it cannot be improved
-            if min(prices)[1] <= seconds * (1 + tolerance):
+            if before[1] <= seconds * (1 + tolerance):
                 return best
             better = [
                 sent
                 for sent in dict.fromkeys(_messages_of_choice(self.context.pricer, *best))
                 if offer([*banned, sent])
             ]
-            if not better:
-                return candidates[prices.index(min(prices))]
+            held, now_s = min(prices)
+            little = is_large and held == before[0] and now_s >= before[1] * (1 - tolerance)
+            if not better or little:
+                return candidates[prices.index((held, now_s))]
             banned.append(better[-1])
 
     def _gap(self, section: Section) -> float:
