@@ -379,9 +379,10 @@ class _Planner:
         if v in self.owner:
             x = self.owner[v][0]
             return max((self._prod({u for u in self.scopes[f] if u != v} | {x}) for f in self.at[v]), default=0)
+        if shared := self._shared(v, {f: self.scopes[f] for f in self.at[v]}):
+            return shared[1]
         others = {u for f in self.at[v] for u in self.scopes[f]} - {v}
-        shared = self._shared(v, {f: self.scopes[f] for f in self.at[v]})
-        return self._prod(others) * max(self.size[v], self._prod(self.states[v] - others)) if not shared else shared[1]
+        return self._prod(others) * max(self.size[v], self._prod(self.states[v] - others))
 
     def _rank(self, v: int) -> float:
         """The order of elimination, least first: by the cells touched per cell that goes, or by the cells touched. A
