@@ -173,7 +173,7 @@ def test_a_time_limit_ends_the_search_with_a_plan_and_a_note(graph):
 CLOCKED = [*product(["8x4090:2", "p3.16xlarge:2"], ["1f1b", "zb-h1", "interleaved", "zb-v"], [2, 4])]
 CLOSE = {
     ("8x4090:2", "zb-v", 4), ("p3.16xlarge:2", "1f1b", 4), ("p3.16xlarge:2", "zb-h1", 4),
-    ("p3.16xlarge:2", "interleaved", 2), ("p3.16xlarge:2", "zb-v", 2),
+    ("p3.16xlarge:2", "interleaved", 2),
 }  # fmt: skip
 FAULT = pytest.mark.xfail(strict=True, reason="known fault: stages are solved anew after the clock: off by up to 5 %")
 
