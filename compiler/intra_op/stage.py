@@ -273,10 +273,11 @@ def solve_stage(
     if len(around) < len(labels):
         kept = section(labels)
         best = min(best, (kept, stage.solve(kept)), key=stage.price)
+    retried = ("layers", "blocks") if pricer.device.overlap else ("layers",)
     is_open = context.open_choices != "none" and len(composed.names) <= FREE_SOLVE_OPERATORS and pricer.num_devices > 1
     if is_open and context.open_choices == "all":
         best = stage.improve(best, section(None))
-    elif is_open or any(what == "layers" for what, _ in _messages_of_choice(pricer, *best)):
+    elif is_open or any(what in retried for what, _ in _messages_of_choice(pricer, *best)):
         ops = {name: text for name, text in labels.items() if nodes[name].op != "placeholder"}
         best = stage.improve(best, section(ops))
     return describe_stage(context, layers, *best, in_flight, framework, reductions)
@@ -333,6 +334,9 @@ class _Stage:
             return prices[-1] < best
 
         offer(())
+        if self.context.pricer.device.overlap:  # sums of whole gradients may hide, which no problem knows
+            every = {_message_of(self.context.pricer, one) for choices in free.choices for one in choices}
+            offer(sorted(sent for sent in every if sent is not None and sent[0] != "gradients"))
         is_large = len(free.names) > LARGE_STAGE_OPERATORS
         tolerance = LARGE_STAGE_PRICE_TOLERANCE if is_large else PRICE_TOLERANCE
         # Messages are banned greedily: each round keeps the ban that helped last, until no further ban helps.
