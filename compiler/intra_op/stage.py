@@ -9,8 +9,9 @@ a small graph, are then solved freely under the memory limit.
 layer by layer costs its share of the layer's largest message. These seconds add up, and they are lower bounds. A small
 stage fills no bucket, so its messages really take longer. Where the real price (``price_stage``) is above that of the
 problem, the stage is solved again without one kind of message over one group of axes, as long as this helps. The
-choice with the least real price wins among those that fit. In larger stages only those are solved again whose layers
-gather weights.
+choice with the least real price wins among those that fit. Larger stages are solved again only if their layers gather
+weights, or if they shard gradients on devices that overlap. There the real price may also be below the problem's: sums
+of whole gradients hide behind the backward, so that one more trial shards nothing.
 """
 
 from __future__ import annotations
@@ -336,7 +337,8 @@ class _Stage:
         offer(())
         if self.context.pricer.device.overlap:  # sums of whole gradients may hide, which no problem knows
             every = {_message_of(self.context.pricer, one) for choices in free.choices for one in choices}
-            offer(sorted(sent for sent in every if sent is not None and sent[0] != "gradients"))
+            if sharded := sorted(sent for sent in every if sent is not None and sent[0] != "gradients"):
+                offer(sharded)
         is_large = len(free.names) > LARGE_STAGE_OPERATORS
         tolerance = LARGE_STAGE_PRICE_TOLERANCE if is_large else PRICE_TOLERANCE
         # Messages are banned greedily: each round keeps the ban that helped last, until no further ban helps.
@@ -345,7 +347,7 @@ class _Stage:
             before = min(prices)
             best = candidates[prices.index(before)]
             seconds = evaluate(best[0].problem(self.in_flight), best[1])[0]
-            # the problem is a lower bound, so a real price that meets it cannot be improved
+            # but for what hides the problem is a lower bound, so a real price that meets it is not improved
             if before[1] <= seconds * (1 + tolerance):
                 return best
             better = [

@@ -182,7 +182,7 @@ class RegularSearch:
             elif first.case is None:
                 if (first.m, first.mesh) not in self._bounds:
                     self._look_ahead([first, *nsmallest(4 * MESHES_AT_ONCE, queue)])
-                for case, bound_s in self._expanded(first.m, first.mesh):
+                for case, bound_s in self._case_bounds(first.m, first.mesh, self._cases(first.m, first.mesh)):
                     self._number += 1
                     heappush(queue, _Waiting(max(bound_s, first.bound_s), self._number, first.m, first.mesh, case))
             else:
@@ -271,9 +271,8 @@ class RegularSearch:
         bound_s = mesh_bound(self._lower_bounds(m, g, levels), m, len(self._places[g]), self.tables.cuts)
         return self._true_bound(m, bound_s)
 
-    def _expanded(self, m: int, g: int) -> list[tuple[PipelineCase, float]]:
-        """The cases of a mesh and count, with their bounds at the multipliers of its lower bounds."""
-        cases = self._cases(m, g)
+    def _case_bounds(self, m: int, g: int, cases: Sequence[PipelineCase]) -> list[tuple[PipelineCase, float]]:
+        """Cases of a mesh and count with their bounds, at the multipliers of its lower bounds."""
         bounds = case_bounds(self._bounds[m, g], m, cases, self.tables.cuts) if cases else []
         return list(zip(cases, [self._true_bound(m, one) for one in bounds]))
 
@@ -296,13 +295,16 @@ class RegularSearch:
         return self._true_bound(m, close_bound(self._bounds[m, g], m, case, self.tables.cuts)) if case.chunks > 1 else 0
 
     def _close_bounds(self, m: int, g: int) -> dict[PipelineCase, float]:
-        """The cases of a mesh with so many groups that anything fits, and their bounds at all multipliers."""
+        """The cases of a mesh with so many groups that anything fits, and their bounds at all multipliers; 0 where
+        these are no more than before."""
         if not self._able[m, g]:
             self._least[g] = self._least[g] if g in self._least else self._least_count(g)
             return {}
-        if len(grid := self._grid(m, g)) > 1:
-            self._bound({(m, g): grid})
-        return {case: bound_s for case, bound_s in self._expanded(m, g) if case.groups in self._able[m, g]}
+        cases = [case for case in self._cases(m, g) if case.groups in self._able[m, g]]
+        if len(grid := self._grid(m, g)) == 1:  # they have that bound already
+            return dict.fromkeys(cases, 0.0)
+        self._bound({(m, g): grid})
+        return dict(self._case_bounds(m, g, cases))
 
     def _bound(self, multipliers: Mapping[tuple[int, int], Sequence[tuple[float, float]]]) -> None:
         """Make the lower bounds of these (count, mesh) at these multipliers."""

@@ -527,12 +527,12 @@ class _Planner:
         self.most_cells = max(self.most_cells, self._prod(others))
         return tuple(self._part(f, (v, *others), scopes[f]) for f in tables), before
 
-    def _minimum(self, v: int, scopes: Mapping[int, tuple[int, ...]], out: int, step: int) -> None:
-        """Add the minimum over v of the sum of these tables."""
-        parts, before = self._sum(v, scopes)
-        shape = self._shape(_others(v, scopes))
-        self.work += math.prod(shape) * self.size[v]
-        self.instructions.append(Minimum(out, step, self.size[v], shape, parts, before))
+    def _minimum(self, v: int, scopes: Mapping[int, tuple[int, ...]], out: int, step: int) -> tuple[int, ...]:
+        """Add the minimum over v of the sum of these tables, and return its scope."""
+        (parts, before), others = self._sum(v, scopes), _others(v, scopes)
+        self.work += self._prod(others) * self.size[v]
+        self.instructions.append(Minimum(out, step, self.size[v], self._shape(others), parts, before))
+        return others
 
     def _shared(self, v: int, scopes: Mapping[int, tuple[int, ...]]) -> tuple[int, int] | None:
         """(the table of a link of whose tensor v is a consumer, the cells that its minimum touches if taken apart), if
@@ -564,12 +564,10 @@ class _Planner:
             mask, out = self._number(), self._number()
             both = np.array([[one <= other for other in sets] for one in wanted])
             self.instructions.append(Fixed(mask, np.where(both, 0.0, np.inf)))
-            parts[out] = _others(v, {**scopes, mask: (v, a)})
-            self._minimum(v, {**scopes, mask: (v, a)}, out, part_step)
+            parts[out] = self._minimum(v, {**scopes, mask: (v, a)}, out, part_step)
         alone = replace(joint, ends=((v, tuple(wanted)),), sure=frozenset())
         price, out = self._join(alone, self._number()), self._number()
-        parts[out] = _others(v, {**scopes, price: alone.scope})
-        self._minimum(v, {**scopes, price: alone.scope}, out, part_step)
+        parts[out] = self._minimum(v, {**scopes, price: alone.scope}, out, part_step)
         self.most_cells = max(self.most_cells, self._prod(others))
         self.work += len(parts) * self._prod(others)
         operands = tuple(self._part(one, others, scope) for one, scope in parts.items())
