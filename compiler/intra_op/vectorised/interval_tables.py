@@ -503,20 +503,50 @@ def _blocks(members: Sequence[int], cells: int) -> Iterator[Sequence[int]]:
     return (members[k : k + size] for k in range(0, len(members), size))
 
 
+class Ways:
+    """The ways through a layer by the state they lead to: the first one to each, the second one, …
+
+    A tensor that passes a layer keeps its state, so where several tensors cross borders most pairs of states have none.
+    into: int [most ways to a state, out states], the states that they come from; where a state has no more ways, they
+    are impossible ones.
+    """
+
+    def __init__(self, possible: np.ndarray) -> None:
+        """possible: bool [in states, out states]."""
+        most = max(1, int(possible.sum(axis=0).max()))
+        self._all = most == len(possible)
+        order = (
+            np.broadcast_to(np.arange(most)[:, None], possible.shape)
+            if self._all
+            else np.argsort(~possible, axis=0, kind="stable")
+        )
+        self.into, self._out = order[:most], np.arange(possible.shape[1])
+
+    def of(self, table: np.ndarray) -> np.ndarray:
+        """[most ways, out states, rows] of [in states, out states, rows]."""
+        return table if self._all else table[self.into, self._out]
+
+    def start(self, values: np.ndarray, number: int) -> np.ndarray:
+        """[runs, out states or 1, rows] of [runs, in states, rows]: where the ways of this number begin."""
+        return values[:, number, None] if self._all else values.take(self.into[number], axis=1)
+
+
 def floors_of(runs: Sequence[LayerRun], tables: Mapping[str, np.ndarray], actions: np.ndarray) -> np.ndarray:
     """[runs, rows]: the least sum of each run's layers and of a stage's actions [rows], whatever its borders' states.
     tables: by class, [in states, out states, rows]."""
     floors = np.empty((len(runs), len(actions)))
     before: dict[int, np.ndarray] = {}
+    ways = {key: Ways(np.isfinite(table).any(axis=2)) for key, table in tables.items()}
+    lines = {key: ways[key].of(table) for key, table in tables.items()}
     for every, done in _in_order(runs):
-        table = tables[runs[every[0]].layer]
-        for members in _blocks(every, table[0].size):
-            ahead = [before[runs[n].before] if runs[n].before >= 0 else np.zeros(table.shape[::2]) for n in members]
-            start = np.stack(ahead, axis=1)  # [in states, runs, rows]
-            least = start[0][:, None] + table[0]
+        key = runs[every[0]].layer
+        zero = np.zeros(tables[key].shape[::2])
+        for members in _blocks(every, tables[key][0].size):
+            start = np.stack([before[runs[n].before] if runs[n].before >= 0 else zero for n in members])
+            least = ways[key].start(start, 0) + lines[key][0]
             total = np.empty_like(least)
-            for state in range(1, len(table)):
-                np.minimum(least, np.add(start[state][:, None], table[state], out=total), out=least)
+            for number, line in enumerate(lines[key][1:], 1):
+                np.minimum(least, np.add(ways[key].start(start, number), line, out=total), out=least)
             floors[members] = least.min(axis=1) + actions
             before |= {number: least[place] for place, number in enumerate(members)}
         for number in done:
@@ -542,6 +572,12 @@ class Composition:
     ) -> None:
         self.runs, self.tables, self.borders, self.case = runs, tables, borders, case
         self.actions, self.peaks = actions[case], {key: peak[case] for key, peak in peaks.items()}
+        self.ways = {
+            key: Ways(np.isfinite(np.minimum(table, below)).any(axis=2)) for key, (table, _, below) in tables.items()
+        }
+        self.lines = {
+            key: (self.ways[key].of(table), self.ways[key].of(below)) for key, (table, _, below) in tables.items()
+        }
         self.results = np.empty((9, len(runs), len(case)))
 
     def run(self) -> np.ndarray:
@@ -573,22 +609,23 @@ class Composition:
 
     def _extended(self, key: str, start: np.ndarray) -> np.ndarray:
         """One more layer of class ``key``: [8, runs, in states, rows] → [8, runs, out states, rows]."""
-        table, quantities, below = self.tables[key]
+        table, quantities, _ = self.tables[key]
+        ways, (lines, floors) = self.ways[key], self.lines[key]
         num_into, num_out, num_rows = table.shape
         shape = start.shape[1], num_out, num_rows
         values = np.empty((8, *shape))
         least, lowest = values[0], values[1]
-        running = Running(least, num_into)
+        running = Running(least, len(lines))
         total, better = np.empty(shape), np.empty(shape, dtype=bool)
-        for state, (line, floor) in enumerate(zip(table, below)):
-            if state == 0:
-                np.add(start[0][:, 0, None], line, out=least)
-                np.add(start[1][:, 0, None], floor, out=lowest)
+        for number, (line, floor) in enumerate(zip(lines, floors)):
+            if number == 0:
+                np.add(ways.start(start[0], 0), line, out=least)
+                np.add(ways.start(start[1], 0), floor, out=lowest)
                 continue
-            running.offer(np.add(start[0][:, state, None], line, out=total), state, None, better)
-            np.minimum(lowest, np.add(start[1][:, state, None], floor, out=total), out=lowest)
+            running.offer(np.add(ways.start(start[0], number), line, out=total), number, None, better)
+            np.minimum(lowest, np.add(ways.start(start[1], number), floor, out=total), out=lowest)
         rows = np.arange(num_rows)
-        best = running.best.astype(np.intp)
+        best = ways.into[running.best, np.arange(num_out)[:, None]]
         old = best * num_rows
         old += (np.arange(shape[0]) * (num_into * num_rows))[:, None, None] + rows
         best *= num_out * num_rows
