@@ -8,13 +8,14 @@ this process has computed gradients, a child cannot: then the work is done here.
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import select
 import signal
 from collections.abc import Callable, Sequence
 from math import isfinite
-from typing import Generic, TypeVar
+from typing import IO, Generic, TypeVar
 
 import torch
 
@@ -25,15 +26,36 @@ LOW_PRIORITY = 10  # of ``nice``: a tenth of the share
 T = TypeVar("T")
 
 
+class _Pickler(pickle.Pickler):
+    """Writes objects of ``common``, which both processes have, as their places in it."""
+
+    def __init__(self, file: IO[bytes], common: Sequence[object]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._places = {id(one): place for place, one in enumerate(common)}
+
+    def persistent_id(self, one: object) -> int | None:
+        return self._places.get(id(one))
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: IO[bytes], common: Sequence[object]) -> None:
+        super().__init__(file)
+        self._common = common
+
+    def persistent_load(self, place: int) -> object:
+        return self._common[place]
+
+
 class ForkedTask(Generic[T]):
     """The answer of ``work()``: computed by a child process if ``apart``, else at once in this one.
 
     The child prints nothing and ignores Ctrl-C; its changes to data are lost, only its answer comes back. later: True
-    if the answer is needed after the work of this process, which then comes first where cores are few.
+    if the answer is needed after the work of this process, which then comes first where cores are few. common: objects
+    that the answer may refer to, and that are not copied.
     """
 
-    def __init__(self, work: Callable[[], T], apart: bool, later: bool = False) -> None:
-        self._work, self._later, self._child, self._answers = work, later, 0, -1
+    def __init__(self, work: Callable[[], T], apart: bool, later: bool = False, common: Sequence[object] = ()) -> None:
+        self._work, self._later, self._common, self._child, self._answers = work, later, common, 0, -1
         self._received: list[bytes] = []
         self._answer: list[T] = []  # empty until it is known
         if not (apart and self._fork()):
@@ -48,7 +70,7 @@ class ForkedTask(Generic[T]):
         """The answer, or what ``work`` raised. Where the child died without one, the work is done here."""
         if not self._answer:
             pickled = self._receive()
-            self._answer.append(pickle.loads(pickled) if pickled else self._work())
+            self._answer.append(_Unpickler(io.BytesIO(pickled), self._common).load() if pickled else self._work())
         return self._answer[0]
 
     def drop(self) -> None:
@@ -77,7 +99,7 @@ class ForkedTask(Generic[T]):
             os.close(self._answers)
             torch.ones((), requires_grad=True).backward()  # fails where autograd's threads stayed with the parent
             with os.fdopen(into, "wb") as pipe:
-                pipe.write(pickle.dumps(self._work(), protocol=pickle.HIGHEST_PROTOCOL))
+                _Pickler(pipe, self._common).dump(self._work())
             status = 0
         finally:
             os._exit(status)  # whatever happened: the parent's handlers and buffers are not the child's
@@ -96,12 +118,13 @@ class ForkedTask(Generic[T]):
         return status
 
 
-def run_all(works: Sequence[Callable[[], T]]) -> list[T]:
-    """The results of all of these: this process computes the first one, and a child each of the others."""
+def run_all(works: Sequence[Callable[[], T]], common: Sequence[object] = ()) -> list[T]:
+    """The results of all of these: this process computes the first one, and a child each of the others. common: as in
+    ``ForkedTask``."""
     others: list[ForkedTask[T]] = []
     try:
         for work in works[1:]:
-            others.append(ForkedTask(work, True))
+            others.append(ForkedTask(work, True, common=common))
         first = works[0]()
         return [first, *(other.result() for other in others)]
     finally:

@@ -237,10 +237,8 @@ FREE_SOLVE_S = 1.0
 #: Stages with more operators are solved to within ``LARGE_STAGE_GAP`` of the optimum.
 LARGE_STAGE_OPERATORS = 600
 LARGE_STAGE_GAP = 0.01
-#: A stage is not solved again if its real price is above the problem's by no more than this fraction; a large stage, by
-#: the larger one, nor after a round that gained no more than that.
+#: A stage is not solved again if its real price is above the problem's by no more than this fraction.
 PRICE_TOLERANCE = 1e-4
-LARGE_STAGE_PRICE_TOLERANCE = 1e-3
 _Message = tuple[str, tuple[int, ...]]  # what of parameters is sent: "gradients", "blocks" or "layers", over which axes
 _Chosen = tuple[Section, tuple[int, ...]]
 
@@ -339,8 +337,8 @@ class _Stage:
             every = {_message_of(self.context.pricer, one) for choices in free.choices for one in choices}
             if sharded := sorted(sent for sent in every if sent is not None and sent[0] != "gradients"):
                 offer(sharded)
-        is_large = len(free.names) > LARGE_STAGE_OPERATORS
-        tolerance = LARGE_STAGE_PRICE_TOLERANCE if is_large else PRICE_TOLERANCE
+        if len(free.names) > LARGE_STAGE_OPERATORS:
+            return candidates[prices.index(min(prices))]
         # Messages are banned greedily: each round keeps the ban that helped last, until no further ban helps.
         banned: list[_Message] = []
         while True:
@@ -348,17 +346,15 @@ class _Stage:
             best = candidates[prices.index(before)]
             seconds = evaluate(best[0].problem(self.in_flight), best[1])[0]
             # but for what hides the problem is a lower bound, so a real price that meets it is not improved
-            if before[1] <= seconds * (1 + tolerance):
+            if before[1] <= seconds * (1 + PRICE_TOLERANCE):
                 return best
             better = [
                 sent
                 for sent in dict.fromkeys(_messages_of_choice(self.context.pricer, *best))
                 if offer([*banned, sent])
             ]
-            held, now_s = min(prices)
-            little = is_large and held == before[0] and now_s >= before[1] * (1 - tolerance)
-            if not better or little:
-                return candidates[prices.index((held, now_s))]
+            if not better:
+                return best
             banned.append(better[-1])
 
     def _gap(self, section: Section) -> float:

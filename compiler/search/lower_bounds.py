@@ -297,7 +297,7 @@ class RowGroup:
         restriction = search.restriction(subs[0].roles)
         self.composer = IntervalComposer(variants, restriction, levels, space.recompute, build_case_section)
         self.composer.alike = [self.variant(self.alike[sub], m) for m in self.counts for sub in self.submeshes]
-        self.composer.kept = search.row_cache
+        self.composer.kept, self.composer.workers = search.row_cache, search.workers
         self._at: dict[Row, tuple[IntervalTables, int]] = {}
         self._floors: dict[Row, np.ndarray] = {}
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.intra_op.vectorised import interval_tables
 from meshwright.compiler.ir.graph import Graph
 from meshwright.compiler.search import driver
 from meshwright.compiler.search.driver import make_plans
@@ -43,6 +44,14 @@ def test_works_are_shared_and_keep_their_order() -> None:
     works = [partial(squares, number) for number in (2, 3, 4)]
     assert [pid == os.getpid() for pid, _ in run_all(works)] == [True, False, False]
     assert [len(found) for _, found in run_all(works)] == [2, 3, 4]
+
+
+def test_what_both_processes_have_is_not_copied() -> None:
+    table, other = np.zeros(3), np.ones(3)
+    _, (same, copy) = run_all([partial(list, ()), lambda: [table, other]], common=[table])
+    assert same is table
+    assert copy is not other
+    assert (copy == other).all()
 
 
 def test_what_a_child_cannot_say_is_made_here() -> None:
@@ -170,7 +179,8 @@ def test_a_child_outlives_an_interrupt() -> None:
 
 
 @pytest.mark.parametrize("asked", [{}, {"schedule": "gpipe"}, {"top_k": 2}], ids=["auto", "gpipe", "several"])
-def test_plans_do_not_depend_on_the_workers(asked: dict[str, Any]) -> None:
+def test_plans_do_not_depend_on_the_workers(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interval_tables, "FORKED_CELLS", 2**20)
     with torch.device("meta"):
         model = GPT(vocab=64, layers=4, hidden=32, heads=2, sequence=16)
         tokens = torch.zeros(64, 16, dtype=torch.int64)

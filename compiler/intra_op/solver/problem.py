@@ -250,12 +250,13 @@ def simplify(problem: Problem, frozen: Collection[int] = ()) -> tuple[Problem, l
         keep(i, np.isfinite(s))
     ends = [{e.producer, *(k for k, _ in e.consumers)} for e in open_edges]
     changed = set(range(len(alive)))  # operators that lost choices in the round before
+    known: dict[bytes, _Merged] = {}
     while changed:
         before = [len(idx) for idx in alive]
         for e in open_edges:
             _drop_impossible(e, alive, keep)
         changed |= {i for i, size in enumerate(before) if len(alive[i]) < size}
-        open_edges = [_merge_states(e, alive) if near & changed else e for e, near in zip(open_edges, ends)]
+        open_edges = [_merge_states(e, alive, known) if near & changed else e for e, near in zip(open_edges, ends)]
         states: list[list[np.ndarray]] = [[] for _ in alive]
         for e in open_edges:
             states[e.producer].append(e.source)
@@ -302,10 +303,24 @@ def _drop_impossible(e: Edge, alive: list[np.ndarray], keep: Callable[[int, np.n
     return changed
 
 
-def _merge_states(e: Edge, alive: list[np.ndarray]) -> Edge:
-    """Only states in use, equal rows merged; equal columns too where nobody shares, else just those that are free."""
+_Merged = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # the new states of sources and targets, seconds, bytes
+
+
+def _merge_states(e: Edge, alive: list[np.ndarray], known: dict[bytes, _Merged]) -> Edge:
+    """Only states in use, equal rows merged; equal columns too where nobody shares, else just those that are free.
+    known: what came of equal edges, of which deep models have many."""
     used_source = np.flatnonzero(np.bincount(e.source[alive[e.producer]]))
     used_target = np.flatnonzero(np.bincount(np.concatenate([target[alive[k]] for k, target in e.consumers])))
+    parts = np.array([len(e.consumers) > 1, *e.seconds.shape]), used_source, used_target, e.seconds, e.bytes
+    key = b"".join(part.tobytes() for part in parts)
+    if key not in known:
+        known[key] = _merged_states(e, used_source, used_target)
+    source_of, target_of, seconds, num_bytes = known[key]
+    consumers = tuple((k, target_of[target]) for k, target in e.consumers)
+    return Edge(e.name, e.producer, source_of[e.source], consumers, seconds, num_bytes)
+
+
+def _merged_states(e: Edge, used_source: np.ndarray, used_target: np.ndarray) -> _Merged:
     both = np.stack([e.seconds, e.bytes])[:, used_source][:, :, used_target]
     columns: dict[bytes, int] = {}
     target_of = np.zeros(e.seconds.shape[1], dtype=np.int64)
@@ -328,9 +343,8 @@ def _merge_states(e: Edge, alive: list[np.ndarray]) -> Edge:
             rows[key] = len(rows)
             first_rows.append(j)
         source_of[s] = rows[key]
-    both = both[:, first_rows]
-    consumers = tuple((k, target_of[target]) for k, target in e.consumers)
-    return replace(e, source=source_of[e.source], consumers=consumers, seconds=both[0], bytes=both[1])
+    seconds, num_bytes = both[:, first_rows]
+    return source_of, target_of, seconds, num_bytes
 
 
 def _undominated(states: list[np.ndarray], seconds: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:

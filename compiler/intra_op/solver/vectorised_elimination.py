@@ -3,7 +3,8 @@
 The mathematics is that of ``elimination``: shared targets of a tensor are paid once, what is left is one table over the
 kept operators. The order comes from sizes alone (``elimination_order``), once for all rows; every table then has the
 rows as its *last* axis, so that each numpy call runs along rows that lie side by side and the interpreter's share does
-not grow with them. Rows go in chunks whose widest temporary stays in a core's cache, and chunks go to two threads.
+not grow with them. Rows go in chunks whose widest temporary stays in a core's cache. (Threads gain nothing here: two
+of them take a third more processor time and as long.)
 
 **The minimum.** One choice of the leaving variable at a time: sum its slices, then
 
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
@@ -38,7 +38,6 @@ _TEMPORARY_BYTES = 2**22  # of the widest temporary of a chunk, where it can be 
 _LEAST_ROWS = 32  # fewer make numpy's inner loops too short …
 _MOST_BYTES = 2**26  # … but no temporary gets larger than this
 _MOST_ROWS = 128
-_THREADS = 2
 _BLOCK_CELLS = 2**16  # of a minimum's temporaries
 
 T = TypeVar("T")
@@ -82,14 +81,9 @@ def chunk_rows(recipe: Recipe) -> int:
 
 
 def in_chunks(work: Callable[[slice], T], num_rows: int, most: int) -> list[T]:
-    """``work`` of even slices of at most ``most`` rows, on two threads where there are several, in order."""
+    """``work`` of even slices of at most ``most`` rows, in order."""
     count = max(1, -(-num_rows // most))
-    bounds = [num_rows * k // count for k in range(count + 1)]
-    slices = [slice(a, b) for a, b in pairwise(bounds)]
-    if count == 1:
-        return [work(slices[0])]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(work, slices))
+    return [work(slice(a, b)) for a, b in pairwise(num_rows * k // count for k in range(count + 1))]
 
 
 # ---- following a recipe
@@ -120,7 +114,7 @@ def follow(
                     do, [_view(tables[p.table], p) for p in do.parts], walkable and do.step != NO_STEP
                 )
             case Scatter():
-                tables[do.out], found[do.out] = _scattered(do, [_view(tables[p.table], p) for p in do.parts])
+                tables[do.out], found[do.out] = _scattered(do, [_view(tables[p.table], p) for p in do.parts], walkable)
             case Least():
                 costs_of = [_view(tables[p.table], p) for p in do.parts]
                 bests = [found.pop(p.table) for p in do.parts]
@@ -187,6 +181,7 @@ class Running:
     """The least rows so far, and which choices they were."""
 
     def __init__(self, cost: np.ndarray, size: int) -> None:
+        """size: of choices."""
         self.cost = cost
         self.best = np.zeros(cost.shape, dtype=np.uint8 if size <= 256 else np.uint16)
 
@@ -284,18 +279,23 @@ def _add(parts: Sequence[np.ndarray], choice: int, out: np.ndarray) -> np.ndarra
     return out
 
 
-def _scattered(do: Scatter, parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _scattered(do: Scatter, parts: list[np.ndarray], walkable: bool) -> tuple[np.ndarray, np.ndarray | None]:
     parts = _summed(parts, do.before)
-    rows = max(part.shape[-1] for part in parts)
-    running = Running(np.full((*do.shape, rows), np.inf, parts[0].dtype), do.size)
-    scratch: np.ndarray | None = None
+    rows, kind = max(part.shape[-1] for part in parts), parts[0].dtype
+    cost = np.full((*do.shape, rows), np.inf, kind)
+    running = Running(cost, do.size) if walkable else None
+    row = better = np.empty(0)
     for choice, (cell, read) in enumerate(zip(do.cells, do.reads)):
-        row: np.ndarray | None = None
-        for part in parts:
-            at = tuple(0 if isinstance(i, int) and n == 1 else i for i, n in zip(read, part.shape))
-            row = part[at] if row is None else row + part[at]
-        assert row is not None
-        if scratch is None:
-            scratch = np.empty(running.cost[cell].shape, dtype=bool)
-        running.offer(row if row.shape == scratch.shape else np.broadcast_to(row, scratch.shape), choice, cell, scratch)
-    return running.cost, running.best
+        if choice == 0:
+            row, better = np.empty(cost[cell].shape, kind), np.empty(cost[cell].shape if walkable else (), dtype=bool)
+        first, *others = (
+            part[tuple(0 if isinstance(i, int) and n == 1 else i for i, n in zip(read, part.shape))] for part in parts
+        )
+        offered = np.broadcast_to(first, row.shape)
+        for other in others:
+            offered = np.add(offered, other, out=row)
+        if running:
+            running.offer(offered, choice, cell, better)
+        else:
+            np.minimum(cost[cell], offered, out=cost[cell])
+    return cost, None if running is None else running.best

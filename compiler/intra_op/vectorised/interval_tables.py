@@ -22,13 +22,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from ...ir.graph import op_name, tensor_operands, types_of
 from ...plan.tensor_codecs import wire_share
+from ...workers import run_all
 from ..section import Restriction, State
 from ..solver.vectorised_elimination import Running, in_chunks
 from .cases import Cases
@@ -41,9 +43,11 @@ __all__ = ["Composition", "IntervalComposer", "IntervalTables", "LayerRun", "Row
 
 
 Build = Callable[[Cases, int, Sequence[State], Sequence[State], Restriction, Sequence[str]], CaseSection]
-_SLICE = 256  # rows that one thread composes at a time …
+_SLICE = 256  # rows that are composed at a time …
 _KEPT_CELLS = 2**25  # … or fewer, whose runs it can keep
 _BLOCK_CELLS = 2**15  # of the runs that are extended together
+FORKED_CELLS = 2**25  # of eliminations that are worth a fork: some hundredths of a second
+_Found = dict[tuple[str, "Row"], tuple[LayerTables, int]]  # by class and row, the tables and the row's place in them
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,8 +102,10 @@ class IntervalComposer:
     alike: Sequence[int] = ()
     #: Rows that other searches computed.
     kept: RowCache | None = None
+    #: Processes that may make tables at once.
+    workers: int = 1
     _templates: dict[str, LayerTemplate] = field(default_factory=dict)
-    _found: dict[tuple[str, Row], tuple[LayerTables, int]] = field(default_factory=dict)  # by class and row
+    _found: _Found = field(default_factory=dict)
     _borders: dict[Any, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     _peaks: dict[str, np.ndarray] = field(default_factory=dict)
     _phases: dict[str, np.ndarray] = field(default_factory=dict)
@@ -235,7 +241,7 @@ class IntervalComposer:
         """[runs, rows]."""
         runs, _ = self._runs
         actions = self.actions[[case for case, _ in rows]]
-        tables = {self._alike[0][k]: self._layer_floors(k, rows) for k in self._distinct[0]}
+        tables = self._by_class(self._layer_floors, rows)
 
         def work(part: slice) -> np.ndarray:
             return floors_of(runs, {key: table[..., part] for key, table in tables.items()}, actions[part])
@@ -257,7 +263,7 @@ class IntervalComposer:
     def _composed(self, rows: Sequence[Row]) -> np.ndarray:
         """[9, runs, rows]: the arrays of ``IntervalTables`` for rows that are all free, or none."""
         own = {row: place for place, row in enumerate(dict.fromkeys(map(self._own, rows)))}
-        tables = {self._alike[0][k]: self._layer_values(k, list(own)) for k in self._distinct[0]}
+        tables = self._by_class(self._layer_values, list(own))
         wide = [k for k in self._distinct[0] if self.template(k).lower is not None]
         below = {self._alike[0][k]: self._layer_floors(k, list(own)) for k in wide}
         at = np.array([own[self._own(row)] for row in rows], dtype=np.intp)
@@ -278,8 +284,34 @@ class IntervalComposer:
 
         states = max(len(seconds) for seconds, _ in borders.values())
         most = min(_SLICE, max(1, _KEPT_CELLS // (8 * states * self._most_kept)))
-        parts = in_chunks(work, len(rows), most if len(rows) > 2 * most else max(1, -(-len(rows) // 2)))
+        parts = in_chunks(work, len(rows), most)
         return np.concatenate(parts, axis=2)
+
+    def _by_class(self, make: Callable[[int, Sequence[Row]], np.ndarray], rows: Sequence[Row]) -> dict[str, np.ndarray]:
+        """``make`` for the first layer of every class: dealt out to processes where that is worth a fork."""
+        work = {k: self.template(k).work * len(rows) for k in self._distinct[0]}
+        parts: list[list[int]] = [[] for _ in range(self.workers)]
+        for k in sorted(work, key=lambda k: -work[k]):
+            min(parts, key=lambda part: sum(work[one] for one in part)).append(k)
+        if sum(work.values()) - max(sum(work[k] for k in part) for part in parts) < FORKED_CELLS:
+            parts = [self._distinct[0]]
+
+        def some(part: Sequence[int]) -> tuple[dict[int, np.ndarray], _Found, Sequence[Any]]:
+            known, before = len(self._found), () if self.kept is None else self.kept.made
+            values = {k: make(k, rows) for k in part}
+            made = () if self.kept is None else self.kept.made[len(before) :]
+            return values, dict(islice(self._found.items(), known, None)), made
+
+        templates = [one for k in self._distinct[0] for one in self.template(k).family]
+        common = [*templates, *(one.recipe for one in templates)]
+        own, *others = run_all([partial(some, part) for part in parts if part], common)
+        values = dict(own[0])
+        for answers, found, made in others:
+            values |= answers
+            self._found.update(found)
+            if self.kept is not None:
+                self.kept.add(made)
+        return {self._alike[0][k]: values[k] for k in self._distinct[0]}
 
     def _layer_floors(self, layer: int, rows: Sequence[Row]) -> np.ndarray:
         """[in states, out states, rows] ``LayerTemplate.floors`` of a layer's class."""
@@ -511,16 +543,13 @@ class Ways:
     are impossible ones.
     """
 
-    def __init__(self, possible: np.ndarray) -> None:
-        """possible: bool [in states, out states]."""
+    def __init__(self, table: np.ndarray) -> None:
+        """table: [in states, out states, rows], inf where there is no way."""
+        possible = np.asarray(np.isfinite(table).any(axis=2))
         most = max(1, int(possible.sum(axis=0).max()))
         self._all = most == len(possible)
-        order = (
-            np.broadcast_to(np.arange(most)[:, None], possible.shape)
-            if self._all
-            else np.argsort(~possible, axis=0, kind="stable")
-        )
-        self.into, self._out = order[:most], np.arange(possible.shape[1])
+        self.into = np.argsort(~(possible | self._all), axis=0, kind="stable")[:most]
+        self._out = np.arange(possible.shape[1])
 
     def of(self, table: np.ndarray) -> np.ndarray:
         """[most ways, out states, rows] of [in states, out states, rows]."""
@@ -536,7 +565,7 @@ def floors_of(runs: Sequence[LayerRun], tables: Mapping[str, np.ndarray], action
     tables: by class, [in states, out states, rows]."""
     floors = np.empty((len(runs), len(actions)))
     before: dict[int, np.ndarray] = {}
-    ways = {key: Ways(np.isfinite(table).any(axis=2)) for key, table in tables.items()}
+    ways = {key: Ways(table) for key, table in tables.items()}
     lines = {key: ways[key].of(table) for key, table in tables.items()}
     for every, done in _in_order(runs):
         key = runs[every[0]].layer
@@ -572,9 +601,8 @@ class Composition:
     ) -> None:
         self.runs, self.tables, self.borders, self.case = runs, tables, borders, case
         self.actions, self.peaks = actions[case], {key: peak[case] for key, peak in peaks.items()}
-        self.ways = {
-            key: Ways(np.isfinite(np.minimum(table, below)).any(axis=2)) for key, (table, _, below) in tables.items()
-        }
+        least = {key: np.minimum(table, below) for key, (table, _, below) in tables.items()}
+        self.ways = {key: Ways(table) for key, table in least.items()}
         self.lines = {
             key: (self.ways[key].of(table), self.ways[key].of(below)) for key, (table, _, below) in tables.items()
         }

@@ -233,6 +233,16 @@ class LayerTemplate:
         lower = presolved(*merged_below(section, repeats_of(section, equal=True) or [])).template_below()
         return replace(presolved(*above).template(), lower=lower, whole=(section, above[1]))
 
+    @property
+    def family(self) -> list[LayerTemplate]:
+        """This template, that of its bounds and those of its groups."""
+        return [self, *([] if self.lower is None else [self.lower]), *(one for _, one in self.groups)]
+
+    @property
+    def work(self) -> int:
+        """About the cells that a row takes."""
+        return len(self.modes) * max(one.recipe.work for one in self.family)
+
     def decision(self, chosen: list[int]) -> tuple[CaseSection, list[int]]:
         """The section of the layer, and a choice for each of its operators."""
         return (self.section, chosen) if self.whole is None else (self.whole[0], [chosen[i] for i in self.whole[1]])

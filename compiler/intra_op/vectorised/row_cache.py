@@ -131,6 +131,16 @@ class RowCache:
             found[..., numbers] = part.values[..., places]
         return found
 
+    @property
+    def made(self) -> tuple[_Made, ...]:
+        """What was made so far."""
+        return tuple(self._made)
+
+    def add(self, made: Sequence[_Made]) -> None:
+        """Take over what another process made."""
+        self._made += made
+        self._places.update({key: (part, place) for part in made for place, key in enumerate(part.keys)})
+
     @contextmanager
     def keeping(self) -> Iterator[RowCache]:
         """Write what is made inside when it ends, however it does. One within another writes its own."""

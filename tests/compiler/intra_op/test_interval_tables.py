@@ -10,9 +10,11 @@ from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.layers import cluster_layers
 from meshwright.compiler.intra_op.section import NO_RESTRICTION, Restriction
 from meshwright.compiler.intra_op.solver.elimination import eliminate
+from meshwright.compiler.intra_op.vectorised import interval_tables
 from meshwright.compiler.intra_op.vectorised.cases import Case, Cases
 from meshwright.compiler.intra_op.vectorised.interval_tables import IntervalComposer
 from meshwright.compiler.intra_op.vectorised.layer_tables import Level
+from meshwright.compiler.intra_op.vectorised.row_cache import RowCache
 from meshwright.compiler.intra_op.vectorised.section import build_case_section
 from meshwright.costmodel.cluster import Cluster
 from torch import nn
@@ -173,6 +175,24 @@ def aligned(composer, scalar, layer, table, empty=np.inf):
     columns = [out.index(state) for state in scalar.states(layer + 1)]
     full[np.ix_(rows, columns)] = table
     return full
+
+
+def test_tables_that_children_make_are_those_of_this_process(graph, monkeypatch, tmp_path):
+    """So are the choices behind them, and what a cache keeps of them."""
+    monkeypatch.setattr(interval_tables, "FORKED_CELLS", 0)
+    variants = variants_of(graph, 2)
+    rows, num = [(v, 0) for v in range(variants.num)], len(variants.layering.layers)
+    found = []
+    for workers in (1, 3):
+        composer = IntervalComposer(variants, NO_RESTRICTION, [Level()], ["none", "full"], workers=workers)
+        composer.kept = RowCache(tmp_path / str(workers), "family")
+        arrays = [composer.floors(rows)[0], *(getattr(composer.intervals(rows), f) for f in ("cost", "saved"))]
+        found.append(
+            (arrays, composer.choices(rows[0], 0, num), {key for one in composer.kept.made for key in one.keys})
+        )
+    (ours, choices, kept), (theirs, *others) = found
+    assert all(np.array_equal(a, b) for a, b in zip(ours, theirs))
+    assert [choices, kept] == others
 
 
 def test_equal_runs_are_one_and_cost_what_each_of_them_costs(graph):
