@@ -326,12 +326,12 @@ class _Solver:
         combos = np.array(list(product(range(mesh.levels), repeat=case.chunks)))
         at = self._ranges(cuts)
         chosen, all_fit = np.zeros((case.groups, case.chunks), dtype=np.intp), True
+        chunks = np.arange(case.chunks)
         for k in range(case.groups):
-            options = combos * mesh.sites + mesh.places[k][1]
-            first, end = at[k].T
-            load = (self.m * table.pace_s[options, first, end] + table.step_s[options, first, end]).sum(axis=1)
-            held = table.resident[options, first, end].sum(axis=1) + table.transient[options, first, end].max(axis=1)
-            held = held + (table.saved[options, first, end] @ self._flights[k].T).max(axis=1)
+            rows = self._options_of(k)[:, None], *at[k].T
+            load = (self.m * table.pace_s[rows] + table.step_s[rows])[combos, chunks].sum(axis=1)
+            held = table.resident[rows][combos, chunks].sum(axis=1) + table.transient[rows][combos, chunks].max(axis=1)
+            held = held + (table.saved[rows][combos, chunks] @ self._flights[k].T).max(axis=1)
             held = np.where(np.isfinite(load), held, inf)
             fits = held <= mesh.limits(k)[0]
             all_fit &= bool(fits.any())

@@ -16,11 +16,10 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import Node
 
@@ -157,6 +156,11 @@ class _Literals:
         places = tuple(i for i, x in enumerate(node.args) if isinstance(x, Node))
         return cls(repr(args), args, places)
 
+    def scaled(self, sizes: Mapping[int, int]) -> _Literals:
+        """These with other sizes in the place of the model's."""
+        args = tuple(_scale_sizes(value, sizes) for value in self.args)
+        return _Literals(repr(args), args, self.places)
+
     def __hash__(self) -> int:
         return hash((self.text, self.places))
 
@@ -166,7 +170,20 @@ class _Literals:
 
 @lru_cache(maxsize=4096)
 def _splits(target: CustomFunction, literals: _Literals, kinds: tuple[TensorType, ...]) -> tuple[Split, ...]:
-    """The splits that all trials confirm, in the first precision and at the first sizes at which there are any."""
+    """The splits that all trials confirm, at the first sizes at which there are any."""
+    for sizes in _sizes(literals, kinds):
+        small = tuple(replace(kind, shape=tuple(sizes.get(extent, extent) for extent in kind.shape)) for kind in kinds)
+        if sum(kind.numel for kind in small) <= MAX_TRIAL_ELEMENTS and (
+            splits := _confirmed(target, literals.scaled(sizes), small)
+        ):
+            return splits
+    return ()
+
+
+@lru_cache(maxsize=4096)
+def _confirmed(target: CustomFunction, literals: _Literals, kinds: tuple[TensorType, ...]) -> tuple[Split, ...]:
+    """The splits that all trials on operands of just these shapes confirm, in the first precision in which there are
+    any. Most batch extents of a model share them."""
     for trials in _trials(target, literals, kinds):
         cuts = trials[0].following_cuts()
         if not isinstance(target, LoopFunction):
@@ -182,22 +199,18 @@ def _splits(target: CustomFunction, literals: _Literals, kinds: tuple[TensorType
 
 
 def _trials(target: CustomFunction, literals: _Literals, kinds: tuple[TensorType, ...]) -> Iterator[list[Trial]]:
-    """Runs of the whole op on random operands, one for each seed, at each size and precision at which the code runs
-    and a second run gives the same values."""
-    for sizes in _sizes(literals, kinds):
-        shapes = [tuple(sizes.get(extent, extent) for extent in kind.shape) for kind in kinds]
-        if sum(torch.Size(shape).numel() for shape in shapes) > MAX_TRIAL_ELEMENTS:
+    """Runs of the whole op on random operands, one for each seed, in each precision in which the code runs and a second
+    run gives the same values."""
+    call = functools.partial(_call, target, literals.args, literals.places)
+    rtol = PARTLY_EXACT if isinstance(target, LoopFunction) else EXACT
+    for wide in (True, False):
+        draws = [Draw(seed, wide) for seed in SEEDS]
+        try:
+            trials = [Trial(call, random_operands(kinds, draw), draw.seed, rtol) for draw in draws]
+        except Exception:  # the user's code, on tensors that it was not written for
             continue
-        args = _scale_sizes(literals.args, sizes)
-        call = functools.partial(_call, target, args, literals.places)
-        rtol = PARTLY_EXACT if isinstance(target, LoopFunction) else EXACT
-        for wide in (True, False):
-            try:
-                trials = [Trial(call, random_operands(shapes, kinds, Draw(seed, wide)), seed, rtol) for seed in SEEDS]
-            except Exception:  # the user's code, on tensors that it was not written for
-                continue
-            if all(trial.repeats() for trial in trials):
-                yield trials
+        if all(trial.repeats() for trial in trials):
+            yield trials
 
 
 def _call(target: CustomFunction, args: tuple[Any, ...], places: tuple[int, ...], *operands: Tensor) -> Any:

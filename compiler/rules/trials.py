@@ -235,13 +235,14 @@ def _results(
     return [y.detach() for y in outputs], [next(grads, None) if x.requires_grad else None for x in leaves]
 
 
-def random_operands(shapes: Sequence[tuple[int, ...]], kinds: Sequence[TensorType], draw: Draw) -> list[Tensor]:
-    """Operands of these shapes and dtypes."""
+def random_operands(kinds: Sequence[TensorType], draw: Draw) -> list[Tensor]:
+    """Operands of these types."""
     generator = torch.Generator().manual_seed(draw.seed)
-    return [_random_operand(shape, kind, generator, draw) for shape, kind in zip(shapes, kinds)]
+    return [_random_operand(kind, generator, draw) for kind in kinds]
 
 
-def _random_operand(shape: tuple[int, ...], kind: TensorType, generator: torch.Generator, draw: Draw) -> Tensor:
+def _random_operand(kind: TensorType, generator: torch.Generator, draw: Draw) -> Tensor:
+    shape = kind.shape
     if not kind.is_float:
         high = 2 if kind.dtype == torch.bool else draw.high
         return torch.randint(0, high, shape, generator=generator).to(kind.dtype)
