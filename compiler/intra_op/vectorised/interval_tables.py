@@ -297,9 +297,9 @@ class IntervalComposer:
             parts = [self._distinct[0]]
 
         def some(part: Sequence[int]) -> tuple[dict[int, np.ndarray], _Found, Sequence[Any]]:
-            known, before = len(self._found), () if self.kept is None else self.kept.made
+            known, before = len(self._found), 0 if self.kept is None else len(self.kept.made)
             values = {k: make(k, rows) for k in part}
-            made = () if self.kept is None else self.kept.made[len(before) :]
+            made = () if self.kept is None else self.kept.made[before:]
             return values, dict(islice(self._found.items(), known, None)), made
 
         templates = [one for k in self._distinct[0] for one in self.template(k).family]
