@@ -8,11 +8,10 @@ a small graph, are then solved freely under the memory limit.
 **Messages of parameters.** In the problem a gradient costs its share of a full bucket, and a weight that is gathered
 layer by layer costs its share of the layer's largest message. These seconds add up, and they are lower bounds. A small
 stage fills no bucket, so its messages really take longer. Where the real price (``price_stage``) is above that of the
-problem, the stage is solved again without one kind of message over one group of axes, as long as this helps (of large
-stages no golden plan depends on it). The choice with the least real price wins among those that fit. Stages whose ops
-keep their labels are solved again only if their layers gather weights, or if they shard gradients on devices that
-overlap. There the real price may also be below the problem's: sums of whole gradients hide behind the backward, so that
-one more trial shards nothing.
+problem, a stage that is not large is solved again without one kind of message over one group of axes, as long as this
+helps. The choice with the least real price wins among those that fit. Stages whose ops keep their labels are solved
+again only if their layers gather weights, or if they shard gradients on devices that overlap. There the real price may
+also be below the problem's: sums of whole gradients hide behind the backward, so that one more trial shards nothing.
 """
 
 from __future__ import annotations
@@ -235,7 +234,7 @@ def _gradient_reductions(
 #: Stages with more operators keep the labels that the tables chose.
 FREE_SOLVE_OPERATORS = 150
 FREE_SOLVE_S = 1.0
-#: Stages with more operators are solved to within ``LARGE_STAGE_GAP`` of the optimum.
+#: Stages with more operators are solved to within ``LARGE_STAGE_GAP`` of the optimum, and not again without a message.
 LARGE_STAGE_OPERATORS = 600
 LARGE_STAGE_GAP = 0.01
 #: A stage is not solved again if its real price is above the problem's by no more than this fraction.

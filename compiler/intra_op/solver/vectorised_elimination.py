@@ -284,10 +284,9 @@ def _scattered(do: Scatter, parts: list[np.ndarray], walkable: bool) -> tuple[np
     rows, kind = max(part.shape[-1] for part in parts), parts[0].dtype
     cost = np.full((*do.shape, rows), np.inf, kind)
     running = Running(cost, do.size) if walkable else None
-    row = better = np.empty(0)
+    row = np.empty(cost[do.cells[0]].shape, kind)
+    better = np.empty(row.shape if running else (), dtype=bool)
     for choice, (cell, read) in enumerate(zip(do.cells, do.reads)):
-        if choice == 0:
-            row, better = np.empty(cost[cell].shape, kind), np.empty(cost[cell].shape if walkable else (), dtype=bool)
         first, *others = (
             part[tuple(0 if isinstance(i, int) and n == 1 else i for i, n in zip(read, part.shape))] for part in parts
         )
