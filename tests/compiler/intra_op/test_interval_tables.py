@@ -93,6 +93,27 @@ def test_borders_of_several_tensors(axes):
     assert_equal_to_scalar(composer.intervals([(v, 0) for v in range(variants.num)]), variants)
 
 
+def test_runs_through_few_ways_are_min_plus_products():
+    """Layers most of whose pairs of states are impossible; their seconds are all of a pace, so both must be equal."""
+    generator = np.random.default_rng(0)
+    tables = {key: generator.random((6, 6, 3)) for key in "ab"}
+    for table in tables.values():
+        table[generator.random((6, 6)) < 0.6] = np.inf
+    runs, _ = interval_tables.runs_of("abab", [None] * 5)
+    nothing, zero = {b: (np.zeros((6, 3)),) * 2 for b in range(5)}, np.zeros(3)
+    taken = {
+        key: (t, np.stack([np.where(np.isfinite(t), t, 0.0), *np.zeros((4, *t.shape))]), t) for key, t in tables.items()
+    }
+    floors = interval_tables.floors_of(runs, tables, zero)
+    results = interval_tables.Composition(runs, taken, nothing, zero, dict.fromkeys("ab", zero), np.arange(3)).run()
+    for run, floor, cost, pace in zip(runs, floors, results[0], results[2]):
+        whole = np.zeros((6, 3))
+        for key in "abab"[run.first : run.last + 1]:
+            whole = (whole[:, None] + tables[key]).min(axis=0)
+        for found in (floor, cost, pace):
+            np.testing.assert_allclose(found, whole.min(axis=0), rtol=1e-12)
+
+
 def test_intervals_of_templates_equal_the_scalar_composer(graph):
     """The same with sections that are priced for all cases at once, which is how a search has them."""
     variants = variants_of(graph, 2)
