@@ -87,8 +87,8 @@ class Candidate:
     pace_s: float = 0.0
     #: seconds per step of that stage, beside its microbatches
     once_s: float = 0.0
-    #: seconds that a built plan may spare: the most of ``once_s`` that may overlap with the last backward, and what
-    #: shared weights take less if all stages lay them alike
+    #: seconds that a built plan may spare: the most of its reductions that may overlap with the last backward, and
+    #: what shared weights take less if all stages lay them alike
     hidden_s: float = 0.0
 
 

@@ -110,7 +110,8 @@ class SearchTables(SearchBounds):
         beside, spared_s = self._beside(schedule, pipeline, rows)
         clock_s = clock_seconds(table, m, schedule, pipeline, beside)
         pace_s, once_s = float(table.pace_s[at]), float(table.step_s[at])
-        hidden_s = min(max_overlap(self.search.cluster) * pace_s, once_s) + spared_s
+        # of one microbatch it costs as much to shard gradients, so a row may have few reductions where a stage has many
+        hidden_s = min(max_overlap(self.search.cluster) * pace_s, once_s if m > 1 else inf) + spared_s
         return Candidate(m, schedule, pipeline, rows, clock_s, pace_s, once_s, hidden_s)
 
     def _beside(self, schedule: str, pipeline: Pipeline, rows: Sequence[StageRow]) -> tuple[list[float], float]:

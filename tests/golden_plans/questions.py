@@ -255,6 +255,7 @@ LARGE: tuple[Question, ...] = (
     Question("large-llama3-8b", _target("llama3-8b"), Hardware("dgx-h100:8")),
     Question("large-moe-2.4b", _target("moe-2.4b"), Hardware("p3.16xlarge:2")),
     Question("large-wrn-1b", _target("wrn-1b"), _EIGHT),
+    Question("large-wrn-500m", _target("wrn-500m"), Hardware("8x4090:2"), {"global_batch": 128}),
     Question("large-resnet-152", _target("resnet-152"), _EIGHT),
     Question("large-unet", _target("unet"), Hardware("dgx-a100-40:1")),
     Question("large-vit-moe", _target("vit-moe"), Hardware("dgx-h100:1")),
