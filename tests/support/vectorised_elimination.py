@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from meshwright.compiler.intra_op.solver.elimination_order import Limits, Recipe, plan_elimination
+from meshwright.compiler.intra_op.solver.presolve import Consumers, TensorEdges, simplify_links
 from meshwright.compiler.intra_op.solver.problem import Edge, Operator, Problem, evaluate
 from meshwright.compiler.intra_op.solver.vectorised_elimination import (
     EliminatedRows,
@@ -18,7 +19,6 @@ from meshwright.compiler.intra_op.solver.vectorised_elimination import (
     follow,
     in_chunks,
 )
-from meshwright.compiler.intra_op.solver.vectorised_presolve import Consumers, TensorEdges, simplify_links
 from meshwright.compiler.intra_op.vectorised.layer_tables import EXACT
 
 Plan = Callable[[Sequence[np.ndarray], Sequence[TensorEdges], Sequence[int], Limits], Recipe]

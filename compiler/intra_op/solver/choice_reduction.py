@@ -20,8 +20,8 @@ import numpy as np
 
 from ...errors import TooWide
 from .elimination_order import Limits, Recipe, plan_elimination, plan_relaxation
+from .presolve import TensorEdges
 from .vectorised_elimination import EliminatedRows
-from .vectorised_presolve import TensorEdges
 
 __all__ = ["proposals", "reduced_elimination"]
 

@@ -30,9 +30,9 @@ from typing import Any
 import numpy as np
 
 from .elimination_order import Limits, Recipe, plan_elimination
-from .problem import Problem, simplify, weighted
+from .presolve import TensorEdges, simplify
+from .problem import Problem, weighted
 from .vectorised_elimination import EliminatedRows, follow
-from .vectorised_presolve import TensorEdges
 
 __all__ = ["ReducedTable", "eliminate"]
 

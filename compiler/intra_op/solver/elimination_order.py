@@ -30,7 +30,7 @@ from itertools import combinations
 import numpy as np
 
 from ...errors import TooWide
-from .vectorised_presolve import TensorEdges
+from .presolve import TensorEdges
 
 __all__ = [
     "HANDED_ON",

@@ -34,6 +34,7 @@ import numpy as np
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
+from .presolve import simplify
 from .problem import (
     TOLERANCE,
     Edge,
@@ -43,7 +44,6 @@ from .problem import (
     evaluate,
     improve,
     minimum_bytes_problem,
-    simplify,
     weighted,
 )
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from ...errors import TooWide
 from .elimination import eliminate
+from .presolve import simplify
 from .problem import (
     TOLERANCE,
     InfeasibleAssignment,
@@ -26,7 +27,6 @@ from .problem import (
     improve,
     minimum_bytes_problem,
     restrict,
-    simplify,
 )
 
 __all__ = ["solve"]

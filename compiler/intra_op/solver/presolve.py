@@ -6,8 +6,11 @@ their *last* axis, so that every pass over a table runs along rows. A choice goe
     where it is inf, or meets nothing but inf, in every row
     where another choice with the same states costs no more in every row
 
-and the states of a tensor are merged where all rows price them alike: sources always, targets where nobody shares a
-copy (or it is free), as in ``problem``.
+and the states of a tensor are merged where all rows price them alike: sources always, targets only where nobody shares
+a copy or where it is free. These steps repeat until nothing changes. Parallel edges are not summed: of two consumers
+that want one layout, both may be served by one copy.
+
+``simplify`` does this to one problem, whose rows are its seconds and its bytes: the optimum for every limit stays.
 """
 
 from __future__ import annotations
@@ -17,7 +20,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-__all__ = ["TensorEdges", "simplify_links"]
+from .problem import Edge, Operator, Problem
+
+__all__ = ["TensorEdges", "simplify", "simplify_links"]
+
+KNOWN_BYTES = 1 << 14  # of a tensor's tables, up to which what came of them is kept
 
 Consumers = tuple[tuple[int, np.ndarray], ...]
 
@@ -60,30 +67,74 @@ def simplify_links(
     """
     alive = [np.arange(len(cost)) for cost in costs]
     finite = [np.asarray(np.isfinite(link.tables[0]).any(axis=2)) for link in links]
+    limiting = [(link, possible) for link, possible in zip(links, finite) if not possible.all()]
+    ends = [{link.producer, *(k for k, _ in link.consumers)} for link in links]
 
     def keep(i: int, mask: np.ndarray) -> bool:
         if i in frozen or mask.all() or len(mask) == 1:
             return False
         alive[i] = alive[i][mask] if mask.any() else alive[i][:1]
+        changed.add(i)
         return True
 
+    changed = set(range(len(alive)))  # operators that lost choices
     for i, cost in enumerate(costs):
         keep(i, np.isfinite(cost).any(axis=1))
-    merged, changed = list(links), True
+    merged, known = list(links), dict[bytes, _Merged]()
     while changed:
-        changed = False
-        for link, possible in zip(links, finite):
-            changed |= _drop_impossible(link, possible, alive, keep)
-        merged = [_merge_states(link, alive) for link in links]
+        while any(_drop_impossible(link, possible, alive, keep) for link, possible in limiting):
+            pass
+        near = [bool(some & changed) for some in ends]
+        merged = [_merge_states(link, alive, known) if anew else old for link, old, anew in zip(links, merged, near)]
         profiles: list[list[np.ndarray]] = [[] for _ in alive]
         for link in merged:
             profiles[link.producer].append(link.source[alive[link.producer]])
             for k, target in link.consumers:
                 profiles[k].append(target[alive[k]])
-        for i, index in enumerate(alive):
-            if len(index) > 1 and i not in frozen:
-                changed |= keep(i, _undominated(profiles[i], costs[i][index]))
+        touched = changed.union(*(some for some, anew in zip(ends, near) if anew)).difference(frozen)
+        changed.clear()
+        for i in sorted(touched):
+            if len(index := alive[i]) > 1:
+                keep(i, _undominated(profiles[i], costs[i][index]))
     return alive, [_restricted(link, alive) for link in merged]
+
+
+def simplify(problem: Problem, frozen: Collection[int] = ()) -> tuple[Problem, list[np.ndarray]]:
+    """A smaller problem with the same optimum for every limit, and per operator the original indices of its choices.
+
+    Choices of ``frozen`` operators all stay, in order. An operator none of whose choices is possible keeps one.
+    """
+    edges = [e for e in problem.edges if e.consumers]
+    links = [TensorEdges.of(e.producer, e.source, e.consumers, [_rows(e.seconds, e.bytes)]) for e in edges]
+    costs = [_rows(op.seconds, op.bytes) for op in problem.operators]
+    alive, reduced = simplify_links(costs, links, frozen)
+    operators = tuple(
+        Operator(op.name, tuple(op.labels[c] for c in index.tolist()), *_columns(cost[index]))
+        for op, cost, index in zip(problem.operators, costs, alive)
+    )
+    tables = (_columns(link.tables[0][np.ix_(link.rows, link.columns)]) for link in reduced)
+    smaller = (
+        Edge(e.name, e.producer, link.source, link.consumers, seconds, num_bytes)
+        for e, link, (seconds, num_bytes) in zip(edges, reduced, tables)
+    )
+    return Problem(operators, tuple(e for e in smaller if e.seconds.any() or e.bytes.any())), alive
+
+
+def _rows(seconds: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
+    """Both as the last axis; inf in both where either is."""
+    both = np.empty((*seconds.shape, 2))
+    both[..., 0], both[..., 1] = seconds, num_bytes
+    finite = np.isfinite(both)
+    if not finite.all():
+        both[~finite.all(axis=-1)] = np.inf
+    return both
+
+
+def _columns(both: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``_rows`` taken apart; what is impossible has inf seconds and no bytes."""
+    seconds, num_bytes = both[..., 0].copy(), both[..., 1].copy()
+    num_bytes[np.isinf(seconds)] = 0.0
+    return seconds, num_bytes
 
 
 def _restricted(link: TensorEdges, alive: Sequence[np.ndarray]) -> TensorEdges:
@@ -106,23 +157,39 @@ def _drop_impossible(
     return changed
 
 
-def _merge_states(link: TensorEdges, alive: Sequence[np.ndarray]) -> TensorEdges:
-    """The link with only the states in use, equal ones merged; its maps stay over all choices."""
-    rows = np.unique(link.source[alive[link.producer]])
-    columns = np.unique(np.concatenate([target[alive[k]] for k, target in link.consumers]))
-    shared = len(link.consumers) > 1
+#: (new source states, new target states, rows and columns that are left) of a table
+_Merged = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+def _merge_states(link: TensorEdges, alive: Sequence[np.ndarray], known: dict[bytes, _Merged]) -> TensorEdges:
+    """The link with only the states in use, equal ones merged; its maps stay over all choices. known: what came of
+    equal small tables, of which deep models have many."""
+    rows = np.flatnonzero(np.bincount(link.source[alive[link.producer]]))
+    columns = np.flatnonzero(np.bincount(np.concatenate([target[alive[k]] for k, target in link.consumers])))
+    shared, size = len(link.consumers) > 1, sum(table.nbytes for table in link.tables)
+    if size > KNOWN_BYTES:
+        found = _merged_states(link, rows, columns, shared)
+    else:
+        parts = np.array([shared, *link.tables[0].shape]), rows, columns, *link.tables
+        key = b"".join(part.tobytes() for part in parts)
+        found = known.get(key) or known.setdefault(key, _merged_states(link, rows, columns, shared))
+    source_of, target_of, rows, columns = found
+    consumers = tuple((k, target_of[target]) for k, target in link.consumers)
+    return replace(link, source=source_of[link.source], consumers=consumers, rows=rows, columns=columns)
+
+
+def _merged_states(link: TensorEdges, rows: np.ndarray, columns: np.ndarray, shared: bool) -> _Merged:
     free = replace(link, rows=rows, columns=columns).free()
     by_column = [table[rows].swapaxes(0, 1) for table in link.tables]
     first, of_column = _classes(by_column, columns, [shared and not f for f in free])
-    columns = columns[first]
     target_of = np.zeros(link.tables[0].shape[1], dtype=np.int64)
-    target_of[np.unique(np.concatenate([t[alive[k]] for k, t in link.consumers]))] = of_column
+    target_of[columns] = of_column
+    columns = columns[first]
     by_row = [table[:, columns] for table in link.tables]
     first, of_row = _classes(by_row, rows, [False] * len(rows))
     source_of = np.zeros(link.tables[0].shape[0], dtype=np.int64)
     source_of[rows] = of_row
-    consumers = tuple((k, target_of[target]) for k, target in link.consumers)
-    return replace(link, source=source_of[link.source], consumers=consumers, rows=rows[first], columns=columns)
+    return source_of, target_of, rows[first], columns
 
 
 def _classes(tables: Sequence[np.ndarray], states: np.ndarray, alone: Sequence[bool]) -> tuple[list[int], list[int]]:
@@ -148,17 +215,21 @@ def _classes(tables: Sequence[np.ndarray], states: np.ndarray, alone: Sequence[b
 def _undominated(states: Sequence[np.ndarray], cost: np.ndarray) -> np.ndarray:
     """Among choices of equal states, those that no other one equals or beats in every row: a mask. cost: [C, rows]."""
     groups: dict[tuple[int, ...], list[int]] = {}
-    for c in range(len(cost)):
-        groups.setdefault(tuple(int(s[c]) for s in states), []).append(c)
+    for c, profile in enumerate(zip(*(s.tolist() for s in states), range(len(cost)))):
+        groups.setdefault(profile[:-1], []).append(c)
     mask = np.ones(len(cost), dtype=bool)
     for members in groups.values():
         if len(members) == 1:
             continue
         # who costs no more in every row is inf no more often, and adds up to no more where both are finite
-        key = {c: (int(np.isinf(cost[c]).sum()), float(cost[c][np.isfinite(cost[c])].sum())) for c in members}
-        kept: list[int] = []
-        for c in sorted(members, key=lambda c: (key[c], c)):
-            mask[c] = not any((cost[k] <= cost[c]).all() for k in kept)
-            if mask[c]:
-                kept.append(c)
+        some = cost[members]
+        infinite = np.isinf(some)
+        order = np.lexsort((np.where(infinite, 0.0, some).sum(axis=1), some[:, 0], infinite.sum(axis=1)))
+        kept = np.empty_like(some)
+        number = 0
+        for c in order.tolist():
+            mask[members[c]] = stays = not (kept[:number] <= some[c]).all(axis=1).any()
+            if stays:
+                kept[number] = some[c]
+                number += 1
     return mask

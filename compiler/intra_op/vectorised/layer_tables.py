@@ -25,8 +25,8 @@ import numpy as np
 from ...errors import TooWide
 from ..solver.choice_reduction import proposals, reduced_elimination
 from ..solver.elimination_order import Limits, Recipe, plan_elimination, plan_relaxation
+from ..solver.presolve import TensorEdges, simplify_links
 from ..solver.vectorised_elimination import EliminatedRows, Running, chunk_rows, follow, in_chunks
-from ..solver.vectorised_presolve import TensorEdges, simplify_links
 from .problem import CaseEdge, CaseSection
 from .repeats import merged, merged_below, moved_places, repeats_of
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from meshwright.compiler.intra_op.solver import vectorised_presolve
-from meshwright.compiler.intra_op.solver.vectorised_presolve import simplify_links
+from meshwright.compiler.intra_op.solver import presolve
+from meshwright.compiler.intra_op.solver.presolve import simplify_links
 from meshwright.compiler.pipeline import simulate as clock
 from meshwright.compiler.pipeline.families import generate
 
@@ -44,8 +44,8 @@ def beaten_in_most_cases_goes(patch: Patch) -> None:
             mask[c] &= not any((cost[k] <= cost[c]).mean() > 0.9 for k in others)
         return mask
 
-    original = vectorised_presolve._undominated
-    patch.setattr(vectorised_presolve, "_undominated", undominated)
+    original = presolve._undominated
+    patch.setattr(presolve, "_undominated", undominated)
 
 
 def free_gradient_messages(patch: Patch) -> None:

@@ -6,7 +6,7 @@ from meshwright.compiler.errors import TooWide
 from meshwright.compiler.intra_op.solver import elimination_order, vectorised_elimination
 from meshwright.compiler.intra_op.solver.elimination_order import Limits
 from meshwright.compiler.intra_op.solver.ilp import solve_ilp
-from meshwright.compiler.intra_op.solver.vectorised_presolve import TensorEdges, simplify_links
+from meshwright.compiler.intra_op.solver.presolve import TensorEdges, simplify_links
 
 from tests.support.vectorised_elimination import (
     EdgeCosts,

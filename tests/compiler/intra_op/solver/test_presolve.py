@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from meshwright.compiler.intra_op.solver.vectorised_presolve import TensorEdges, simplify_links
+from meshwright.compiler.intra_op.solver.presolve import TensorEdges, simplify_links
 
 
 def test_a_choice_that_is_best_in_one_case_of_a_hundred_stays():

@@ -12,6 +12,7 @@ from meshwright.compiler.intra_op.solver import elimination_order
 from meshwright.compiler.intra_op.solver.elimination import eliminate
 from meshwright.compiler.intra_op.solver.ilp import solve_ilp
 from meshwright.compiler.intra_op.solver.lagrange import solve
+from meshwright.compiler.intra_op.solver.presolve import simplify
 from meshwright.compiler.intra_op.solver.problem import (
     Edge,
     InfeasibleAssignment,
@@ -21,7 +22,6 @@ from meshwright.compiler.intra_op.solver.problem import (
     evaluate,
     improve,
     minimum_bytes_problem,
-    simplify,
 )
 
 from tests.oracles.assignment import brute_force_assignment
