@@ -24,7 +24,8 @@ from typing import Any
 
 from meshwright.compiler.cost.pricing import MeshPricer
 from meshwright.compiler.frontend.layers import cluster_layers
-from meshwright.compiler.intra_op.section import Restriction, StageContext
+from meshwright.compiler.intra_op.restriction import Restriction
+from meshwright.compiler.intra_op.section import StageContext
 from meshwright.compiler.intra_op.solver.problem import evaluate
 from meshwright.compiler.intra_op.stage import describe_stage, solve_section, stage_section
 from meshwright.compiler.ir.graph import Graph, op_name

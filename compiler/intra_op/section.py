@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -41,81 +41,18 @@ from ..cost.parameter_sharding import (
 from ..cost.pricing import MeshPricer
 from ..cost.saved_tensors import saved_bytes, saved_tensors
 from ..frontend.layers import Layering
-from ..ir.graph import Graph, TensorType, op_name, output_of, tensor_operands
-from ..ir.ops.loss import DEFERRED_SUM_FACTOR, deferrable_losses, exit_pair
-from ..ir.spec import P, Pair, R, S, Spec, parse_pair, replicated
-from ..plan.independent_axes import converts_over, lies_loosely, sends_over
+from ..ir.graph import Graph, TensorType, tensor_operands
+from ..ir.ops.loss import DEFERRED_SUM_FACTOR, exit_pair
+from ..ir.spec import Pair, R, S, Spec, replicated
+from ..plan.independent_axes import converts_over, sends_over
 from ..plan.plan import ParameterSharding
 from ..plan.recompute import NOTHING, Recompute
 from ..rules import MeshChoice, mesh_choices, rule_for
+from .restriction import NO_RESTRICTION, SPLITTABLE_KINDS, Restriction, cuts_weights
+from .section_builder import Given, SectionBuilder, Wanted, keeps
 from .solver.problem import Edge, Operator, Problem
 
-__all__ = [
-    "NO_RESTRICTION",
-    "Restriction",
-    "Section",
-    "Sharing",
-    "StageContext",
-    "State",
-    "boundary_states",
-    "build_section",
-    "cuts_weights",
-]
-
-
-# ---- restrictions of a search
-
-
-@dataclass(frozen=True)
-class Restriction:
-    """Restrictions on the choices of a stage: pinned choices, parameter sharding, axis roles, recompute modes."""
-
-    #: Per mesh axis "data" (cuts the batch of every tensor that has one), "tensor" (cuts no batch, but the work of
-    #: every heavy op that it can, by its weights where it has any) or None.
-    roles: tuple[str | None, ...] = ()
-    #: Op, parameter or source node → the only choice label: labels joined by ",", a pair's text, or for a parameter a
-    #: pair and a pattern ("R|P zero2").
-    pinned: Mapping[str, str] | None = None
-    #: Leave out choices that the runtime cannot run yet.
-    executable_only: bool = False
-    #: Patterns of ``parameter_sharding.PATTERNS`` that a parameter may take if it is not pinned. A parameter that can
-    #: take none of them may be "replicated".
-    residencies: tuple[str, ...] = ("replicated",)
-    #: Parameter nodes that are whole on every device.
-    replicated: frozenset[str] = frozenset()
-    #: Op node → labels each of which some axis must carry. Where no axis can, the op is impossible.
-    split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    #: Class of a layer → the recompute modes that its layers may take, where these are not all of the search's.
-    modes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    #: Replicas along the "data" axes are independent: they exchange gradients and the loss only (``independent_axes``).
-    loose: bool = False
-
-    @property
-    def independent_axes(self) -> tuple[int, ...]:
-        """The axes along which replicas are independent."""
-        return tuple(axis for axis, role in enumerate(self.roles) if self.loose and role == "data")
-
-    def splits(self, op: str, labels: Sequence[str]) -> bool:
-        """True if a choice with these labels keeps to ``split``."""
-        return set(self.split.get(op, ())) <= set(labels)
-
-
-NO_RESTRICTION = Restriction()
-
-
-SPLITTABLE_KINDS = frozenset({"matmul", "attention", "convolution", "routing"})
-
-
-def cuts_weights(node: Node, choice: MeshChoice, axis: int) -> bool:
-    """True if a choice cuts on this axis all parameters of two dimensions or more that an op reads."""
-    weights = [
-        pair.value[axis]
-        for operand, pair in zip(tensor_operands(node), choice.inputs)
-        if operand.op == "placeholder"
-        and operand.meta["source"].kind == "parameter"
-        and len(operand.meta["type"].shape) > 1
-    ]
-    return all(placement.is_shard for placement in weights)
+__all__ = ["Section", "Sharing", "StageContext", "State", "boundary_states", "build_section"]
 
 
 Choice = MeshChoice | ParameterSharding | Pair
@@ -206,11 +143,6 @@ def divides(kind: TensorType, spec: Spec, mesh_shape: Sequence[int]) -> bool:
     return True
 
 
-def normalize(pair: Pair, grad: bool) -> Pair:
-    """The pair with a cotangent of R for a tensor that gets none, so that equal states are one."""
-    return pair if grad else Pair(pair.value, (R,) * len(pair.value))
-
-
 @dataclass(frozen=True, eq=False)
 class StageContext:
     """The model, the mesh and the restrictions that the problem of a stage is built from."""
@@ -238,7 +170,7 @@ def build_section(
     return _Builder(context, list(ops), entries, exits).build()
 
 
-class _Builder:
+class _Builder(SectionBuilder):
     def __init__(
         self,
         context: StageContext,
@@ -247,98 +179,44 @@ class _Builder:
         exits: Mapping[str, Sequence[Pair]],
     ) -> None:
         graph, layering, pricer, recompute = context.graph, context.layering, context.pricer, context.recompute
-        self.graph, self.layering, self.ops, self.pricer = graph, layering, ops, pricer
-        self.m, self.entries, self.exits = context.microbatches, entries, exits
-        self.restriction, self.recompute = context.restriction, recompute
+        super().__init__(graph, layering, ops, context.restriction, 1, len(pricer.mesh_shape))
+        self.pricer, self.mesh, self.m = pricer, pricer.mesh_shape, context.microbatches
+        self.entries, self.exits, self.recompute = entries, exits, recompute
         self.held: list[np.ndarray] = []  # per row, ``Section.transient``
-        self.mesh = pricer.mesh_shape
-        self.grad = layering.needs_grad
         self.rows: list[tuple[str, str, tuple, np.ndarray, np.ndarray, np.ndarray]] = []
-        self.nodes = graph.by_name()
-        self.members, self.late = {node.name for node in ops}, deferrable_losses(graph)
         self.reads = LayerReads(ops, layering.layer_of, self.grad)
         self.saved = saved_tensors(ops, self.grad)
-        self.plain = saved_tensors([op for op in ops if self._keeps(op.name)], self.grad) if recompute else self.saved
+        kept = [op for op in ops if keeps(op.name, recompute)]
+        self.plain = saved_tensors(kept, self.grad) if recompute else self.saved
 
     def build(self) -> Section:
-        # Consumers first decide which pairs a parameter or source may usefully take, so ops come before placeholders.
-        index: dict[str, int] = {}
-        wants: dict[str, list[tuple[int, list[Pair], bool]]] = {}  # tensor → (operator, wanted pair per choice, saved?)
-        gives: dict[str, tuple[int, list[Pair]]] = {}
-        for name, states in self.entries.items():
-            kind = self.nodes[name].meta["type"]
-            stays = name in self.plain or self._recomputed_from(self.nodes[name])
-            held = [self.pricer.local_bytes(kind, s.value) if stays else 0.0 for s in states]
-            index[name] = self._add(
-                name, "entry", tuple(states), np.zeros(len(states)), np.zeros(len(states)), np.array(held)
-            )
-            gives[name] = (index[name], [normalize(s, name in self.grad) for s in states])
-        for node in self.ops:
-            if op_name(node) == "getitem":
-                continue
-            choices = self._choices(node)
-            i = index[node.name] = self._add_op(node, choices)
-            saves = (
-                {k for side, k in rule_for(node).saves(node) if side == "input"} if node.name in self.grad else set()
-            )
-            for k, operand in enumerate(tensor_operands(node)):
-                pairs = [normalize(c.inputs[k], operand.name in self.grad) for c in choices]
-                wants.setdefault(operand.name, []).append((i, pairs, k in saves))
-            if isinstance(node.meta["type"], tuple):
-                for user in node.users:
-                    if user.name in self.members:
-                        _, k = output_of(user)
-                        gives[user.name] = (i, [normalize(c.outputs[k], user.name in self.grad) for c in choices])
-            else:
-                gives[node.name] = (i, [normalize(c.outputs[0], node.name in self.grad) for c in choices])
-        for name, states in self.exits.items():
-            zero = np.zeros(len(states))
-            i = self._add(name, "exit", tuple(states), zero, zero, zero)
-            wants.setdefault(name, []).append((i, [normalize(s, name in self.grad) for s in states], False))
-        for result in self.graph.results:
-            if result.node in gives and result.node not in self.entries:
-                i, pairs = self._add_result(result.node, gives[result.node][1])
-                wants.setdefault(result.node, []).append((i, pairs, False))
-        # placeholders come last, because their pairs follow from those that their consumers want
-        for name in list(wants):
-            node = self.nodes[name]
-            if name not in gives and node.op == "placeholder":
-                gives[name] = self._add_placeholder(node, [pair for _, pairs, _ in wants[name] for pair in pairs])
-            assert name in gives, f"{name} is used by this section but neither made in it nor an entry"
-        edges: list[Edge] = []
-        pairs_of_edge = []
-        for name, consumers in wants.items():
-            edge, pair_states = self._edge(name, gives[name], consumers)
-            edges.append(edge)
-            pairs_of_edge.append(pair_states)
-        names, kinds, choices_, seconds, resident, saved = zip(*self.rows)
-        section = Section(names, kinds, choices_, seconds, resident, saved, tuple(edges), tuple(pairs_of_edge))
+        tensors = self.connect(self.entries, self.exits)
+        made = [self._edge(name, given, wanted) for name, (given, wanted) in tensors.items()]
+        edges, states = tuple(edge for edge, _ in made), tuple(states for _, states in made)
+        names, kinds, choices, seconds, resident, saved = zip(*self.rows)
+        section = Section(names, kinds, choices, seconds, resident, saved, edges, states)
         if not self.recompute:
             return replace(section, transient=tuple(self.held)) if any(held.any() for held in self.held) else section
-        keeps = [self._keeps_copies(edge) for edge in edges]
+        kept = [self._keeps_copies(edge) for edge in edges]
         return replace(
             section,
-            edges=tuple(e if k else replace(e, bytes=np.zeros_like(e.bytes)) for e, k in zip(edges, keeps)),
+            edges=tuple(e if k else replace(e, bytes=np.zeros_like(e.bytes)) for e, k in zip(edges, kept)),
             transient=tuple(self.held),
-            edge_transient=tuple(np.zeros_like(e.bytes) if k else e.bytes for e, k in zip(edges, keeps)),
+            edge_transient=tuple(np.zeros_like(e.bytes) if k else e.bytes for e, k in zip(edges, kept)),
         )
 
     # ---- recompute
 
-    def _keeps(self, op: str) -> bool:
-        """True if the tensors that this op saves are kept until the backward: its layer is not recomputed."""
-        return not self.recompute or op in self.recompute.plain
-
     def _recomputed_from(self, entry: Node) -> bool:
         """True if a layer of this section is recomputed that begins with this tensor."""
         users = [user.name for user in entry.users if user.name in self.members]
-        return entry.name in self.recompute.kept and not all(map(self._keeps, users))
+        return entry.name in self.recompute.kept and not all(keeps(user, self.recompute) for user in users)
 
     def _keeps_copies(self, edge: Edge) -> bool:
         """True if the conversions of a tensor are kept under recomputation: no layer repeats them, or the layer of some
         reader is not recomputed."""
         readers = [self.rows[i][0] for i, _ in edge.consumers if self.rows[i][1] == "op"]
-        return not self.recompute.converts_again(edge.name) or any(map(self._keeps, readers))
+        return not self.recompute.converts_again(edge.name) or any(keeps(reader, self.recompute) for reader in readers)
 
     # ---- operators
 
@@ -364,6 +242,19 @@ class _Builder:
         self.rows.append((name, kind, choices, seconds, resident, saved))
         self.held.append(held)
         return len(self.rows) - 1
+
+    def _divides(self, node: Node, value: Spec) -> np.ndarray:
+        return np.array([divides(node.meta["type"], value, self.mesh)])
+
+    def _add_entry(self, name: str) -> int:
+        kind, states, zero = self.nodes[name].meta["type"], self.entries[name], np.zeros(len(self.entries[name]))
+        stays = name in self.plain or self._recomputed_from(self.nodes[name])
+        held = np.array([self.pricer.local_bytes(kind, pair.value) for pair in states]) if stays else zero
+        return self._add(name, "entry", tuple(states), zero, zero, held)
+
+    def _add_exit(self, name: str) -> int:
+        zero = np.zeros(len(self.exits[name]))
+        return self._add(name, "exit", tuple(self.exits[name]), zero, zero, zero)
 
     def _choices(self, node: Node) -> list[MeshChoice]:
         pinned = (self.restriction.pinned or {}).get(node.name)
@@ -404,7 +295,8 @@ class _Builder:
                     return False
         return True
 
-    def _add_op(self, node: Node, choices: list[MeshChoice]) -> int:
+    def _add_op(self, node: Node) -> tuple[int, list[MeshChoice]]:
+        choices = self._choices(node)
         # a static op runs once per stage however many layers use it, so no layer pays for it; ``stage`` does, once
         static = node.name in self.layering.static
         prices = [self.pricer.op(node, c, self.grad) for c in choices]
@@ -424,12 +316,11 @@ class _Builder:
         kept, held = saved_bytes(
             node, choices, self.pricer, self.saved, self.plain, self.grad, self.members, self.recompute
         )
-        return self._add(node.name, "op", tuple(choices), seconds, np.zeros(len(choices)), kept, held)
+        return self._add(node.name, "op", tuple(choices), seconds, np.zeros(len(choices)), kept, held), choices
 
-    def _add_result(self, name: str, given: Sequence[Pair]) -> tuple[int, list[Pair]]:
-        """Add a tensor that leaves the graph. given: the pairs in which its producer may make it."""
-        whole = replicated(len(self.mesh))
-        pairs = list(dict.fromkeys(map(exit_pair, given))) if name in self.late else [whole]
+    def _add_result(self, name: str, given: Given) -> Given:
+        whole = replicated(self.axes)
+        pairs = list(dict.fromkeys(self._leaving(name, given[1])))
         kind, zero = self.nodes[name].meta["type"], np.zeros(len(pairs))
         seconds = (
             np.array([self.pricer.convert(pair.value, whole.value, kind) for pair in pairs])
@@ -438,53 +329,25 @@ class _Builder:
         )
         return self._add(name, "result", tuple(pairs), seconds, zero, zero), pairs
 
-    def _add_placeholder(self, node: Node, wanted: list[Pair]) -> tuple[int, list[Pair]]:
+    def _add_placeholder(self, node: Node, wanted: Wanted) -> Given:
         source, kind = node.meta["source"], node.meta["type"]
-        pinned, _, pattern = (self.restriction.pinned or {}).get(node.name, "").partition(" ")
-        pairs = {parse_pair(pinned)} if pinned else self._pairs(node, wanted)
-        if not pinned and node.name in self.restriction.replicated:
-            pairs = {pair for pair in pairs if not any(value.is_shard for value in pair.value)}
-        if source.kind in ("parameter", "buffer") and not pinned:
-            independent, trained = self.restriction.independent_axes, self._trainable(node)
-            pairs = {pair for pair in pairs if lies_loosely(pair, independent, trained)}
-        ordered = sorted((p for p in pairs if divides(kind, p.value, self.mesh)), key=str)
+        asked = dict.fromkeys((pair for _, pairs, _ in wanted for pair in pairs), np.ones(1, dtype=bool))
+        options, patterns = self._placeholder_pairs(node, asked)
+        pairs = list(options)
         if source.kind == "parameter":
-            i = self._add_parameter(node, ordered, pattern)
-            return i, [normalize(r.compute, node.name in self.grad) for r in self.rows[i][2]]
-        seconds, resident = np.zeros(len(ordered)), np.zeros(len(ordered))
+            i = self._add_parameter(node, pairs, patterns)
+            return i, [sharding.compute for sharding in self.rows[i][2]]
+        zero = resident = np.zeros(len(pairs))
         if source.kind == "buffer":
-            resident = np.array([self.pricer.local_bytes(kind, p.value) for p in ordered])
-        i = self._add(node.name, "source", tuple(ordered), seconds, resident, np.zeros(len(ordered)))
-        return i, [normalize(p, node.name in self.grad) for p in self.rows[i][2]]
+            resident = np.array([self.pricer.local_bytes(kind, pair.value) for pair in pairs])
+        i = self._add(node.name, "source", tuple(pairs), zero, resident, zero)
+        return i, list(self.rows[i][2])
 
-    def _pairs(self, node: Node, wanted: list[Pair]) -> set[Pair]:
-        """The pairs in which a placeholder may lie, given those that its consumers want."""
-        source, axes = node.meta["source"], len(self.mesh)
-        if self._trainable(node):
-            # any mixture of consumers can be served by the whole value with a partial gradient; a gradient that lies
-            # like the value needs no reduction, one that is whole on an axis where nobody has an addend neither
-            pairs = {p for p in wanted if all(is_storable(v, c) for v, c in zip(p.value, p.cotangent))}
-            return pairs | {Pair((R,) * axes, (R,) * axes), Pair((R,) * axes, (P,) * axes)}
-        if any(r.kind == "buffer" and r.name == source.name for r in self.graph.results):
-            return {Pair((R,) * axes, (R,) * axes)}
-        # a frozen parameter lies as a trained one may, so that a plan outlives its thawing
-        frozen = source.kind == "parameter"
-        values = {p.value for p in wanted if not any(v.is_partial for v in p.value)} | {(R,) * axes}
-        pairs = {Pair(value, value if frozen else (R,) * axes) for value in values}
-        if source.kind == "input" and source.batch_dim is not None:
-            pairs = {p for p in pairs if self._role_allows(p, source.batch_dim)} or pairs
-        return pairs
-
-    def _trainable(self, node: Node) -> bool:
-        source = node.meta["source"]
-        return source.kind == "parameter" and source.requires_grad and node.name in self.grad
-
-    def _add_parameter(self, node: Node, pairs: Sequence[Pair], pattern: str) -> int:
-        """Add one choice per pair and allowed sharding. pattern: the one that it is pinned to, "" if none."""
+    def _add_parameter(self, node: Node, pairs: Sequence[Pair], allowed: tuple[str, ...]) -> int:
+        """Add one choice per pair and allowed sharding pattern."""
         kind, trainable, requires_grad = node.meta["type"], self._trainable(node), node.meta["source"].requires_grad
-        allowed = (pattern,) if pattern else allowed_patterns(node.name, self.restriction)
         uses = self.reads.of(node)
-        key = ("parameter", kind, tuple(pairs), tuple(allowed), self.m, trainable, requires_grad, uses)
+        key = ("parameter", kind, tuple(pairs), allowed, self.m, trainable, requires_grad, uses)
         if (columns := self.pricer.remembered.get(key)) is None:
             offered = parameter_shardings(kind, pairs, self.mesh, trainable, allowed)
             rows = [self._price_parameter(kind, sharding, trainable, requires_grad, uses) for sharding in offered]
@@ -509,16 +372,10 @@ class _Builder:
         held = gathered_bytes(pricer, kind, sharding, trainable and any(use.again for use in uses))
         return price.per_microbatch_s + once / self.m, sum(bill.values()), held
 
-    def _role_allows(self, pair: Pair, batch_dim: int) -> bool:
-        return all(
-            role is None or (placement == S(batch_dim)) == (role == "data")
-            for role, placement in zip(self.restriction.roles, pair.value)
-        )
-
     # ---- edges
 
     def _edge(
-        self, name: str, given: tuple[int, list[Pair]], consumers: list[tuple[int, list[Pair], bool]]
+        self, name: str, given: Given, consumers: Wanted
     ) -> tuple[Edge, tuple[tuple[Pair, ...], tuple[Pair, ...]]]:
         producer, offered = given
         kind: TensorType = self.nodes[name].meta["type"]
@@ -552,16 +409,6 @@ class _Builder:
             nbytes,
         )
         return edge, (tuple(sources), tuple(targets))
-
-
-def allowed_patterns(parameter: str, restriction: Restriction) -> tuple[str, ...]:
-    """The patterns that a parameter node may take."""
-    return ("replicated",) if parameter in restriction.replicated else restriction.residencies
-
-
-def is_storable(value: object, cotangent: object) -> bool:
-    """True if a stored parameter may have this pair on one axis: S|S, R|R or R|P."""
-    return (value == cotangent) or (value == R and cotangent == P)
 
 
 class Sharing:

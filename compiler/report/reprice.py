@@ -19,7 +19,8 @@ from ..cost.pricing import MeshPricer
 from ..frontend.layers import Layering, cluster_layers
 from ..frontend.mixed_precision import in_precision
 from ..frontend.strides import note_layouts
-from ..intra_op.section import Restriction, Section, StageContext, build_section
+from ..intra_op.restriction import Restriction
+from ..intra_op.section import Section, StageContext, build_section
 from ..intra_op.stage import SolvedStage, describe_stage
 from ..ir.graph import Graph, op_name, output_of
 from ..ir.spec import Pair

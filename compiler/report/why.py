@@ -28,7 +28,8 @@ from ..cost.pricing import MeshPricer
 from ..errors import TooWide
 from ..frontend.layers import Layering, cluster_layers
 from ..frontend.mixed_precision import in_precision
-from ..intra_op.section import Choice, Restriction, Section, StageContext, State
+from ..intra_op.restriction import Restriction
+from ..intra_op.section import Choice, Section, StageContext, State
 from ..intra_op.solver.elimination import eliminate
 from ..intra_op.solver.lagrange import solve
 from ..intra_op.solver.problem import Problem, evaluate

@@ -14,7 +14,8 @@ from dataclasses import replace
 from ...costmodel.cluster import Cluster
 from ..cost.pricing import MeshPricer
 from ..frontend.layers import Layering, cluster_layers
-from ..intra_op.section import Restriction, StageContext, boundary_states, build_section
+from ..intra_op.restriction import Restriction
+from ..intra_op.section import StageContext, boundary_states, build_section
 from ..intra_op.stage import describe_stage, solve_section
 from ..ir.graph import Graph, op_name, output_of
 from ..ir.spec import Pair, R

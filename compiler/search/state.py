@@ -15,7 +15,7 @@ from ...costmodel.cluster import Cluster
 from ..cost.pricing import MeshPricer
 from ..frontend.layers import Layering, cluster_layers
 from ..frontend.strides import note_layouts
-from ..intra_op.section import Restriction
+from ..intra_op.restriction import Restriction
 from ..intra_op.section import State as BorderState
 from ..intra_op.stage import SolvedStage
 from ..intra_op.vectorised.cases import Samples

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from meshwright.compiler.cost.pricing import MeshPricer
 from meshwright.compiler.frontend.layers import Layering
-from meshwright.compiler.intra_op.section import Restriction, Section, StageContext, build_section, divides
+from meshwright.compiler.intra_op.restriction import Restriction
+from meshwright.compiler.intra_op.section import Section, StageContext, build_section, divides
 from meshwright.compiler.intra_op.solver.elimination import ReducedTable, eliminate
 from meshwright.compiler.intra_op.solver.problem import Edge, Operator, Problem
 from meshwright.compiler.ir.graph import Graph, op_name, types_of

@@ -31,7 +31,8 @@ import numpy as np
 from ...ir.graph import op_name, tensor_operands, types_of
 from ...plan.tensor_codecs import wire_share
 from ...workers import run_all
-from ..section import Restriction, State
+from ..restriction import Restriction
+from ..section import State
 from ..solver.vectorised_elimination import Running, in_chunks
 from .cases import Cases
 from .layer_tables import LayerTables, LayerTemplate, Level, Weights

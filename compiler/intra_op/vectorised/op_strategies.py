@@ -32,7 +32,7 @@ from ...ir.spec import Pair, Placement, R, S, Spec
 from ...rules import MeshChoice, pairs_choice, rule_for
 from ...rules.base import AxisChoice, Internal
 from ...rules.prune import MAX_CHOICES, SMALL_NUMEL
-from ..section import SPLITTABLE_KINDS, Restriction, cuts_weights
+from ..restriction import SPLITTABLE_KINDS, Restriction, cuts_weights
 from .cases import Cases
 
 __all__ = ["AxisUnion", "InternalCollective", "OpChoices", "op_choices"]

@@ -15,20 +15,21 @@ from torch.fx import Node
 
 from ...cost.layer_gathers import LayerReads
 from ...cost.saved_tensors import Saved, extra_saved_bytes, saved_tensors
-from ...ir.graph import op_name, output_of, tensor_operands, types_of
-from ...ir.ops.loss import DEFERRED_SUM_FACTOR, deferrable_losses, exit_pair
-from ...ir.spec import P, Pair, R, S, parse_pair, replicated
-from ...plan.independent_axes import lies_loosely
+from ...ir.graph import types_of
+from ...ir.ops.loss import DEFERRED_SUM_FACTOR
+from ...ir.spec import Pair, Spec, replicated
 from ...plan.recompute import Recompute, recompute_of
-from ...rules import rule_for
-from ..section import NO_RESTRICTION, Restriction, Sharing, State, allowed_patterns, is_storable, normalize
+from ...rules import MeshChoice
+from ..restriction import NO_RESTRICTION, Restriction
+from ..section import Sharing, State
+from ..section_builder import Given, SectionBuilder, Wanted, Where, keeps
 from .cases import Cases
 from .op_strategies import OpChoices, op_choices
 from .parameters import ParameterPrices, parameter_prices
 from .pricing import CasePricer
 from .problem import ByMode, CaseEdge, CaseSection, Choice, Conversions
 
-__all__ = ["build_case_section", "placeholder_pairs", "wanted_pairs"]
+__all__ = ["build_case_section"]
 
 
 class _Row(NamedTuple):
@@ -95,7 +96,7 @@ def pricer_of(cases: Cases) -> CasePricer:
     return pricer
 
 
-class _Builder:
+class _Builder(SectionBuilder):
     def __init__(
         self,
         cases: Cases,
@@ -105,15 +106,13 @@ class _Builder:
         restriction: Restriction,
         modes: tuple[str, ...],
     ) -> None:
-        self.cases, self.layer, self.restriction, self.modes = cases, layer, restriction, modes
-        self.layering, self.grad, self.pricer = cases.layering, cases.layering.needs_grad, pricer_of(cases)
-        self.nodes, self.samples = cases.source.by_name(), cases.samples_of(layer)
-        self.ops = cases.ops(layer)
-        self.members, self.late = {node.name for node in self.ops}, deferrable_losses(cases.source)
+        super().__init__(cases.source, cases.layering, cases.ops(layer), restriction, cases.num, cases.axes)
+        self.cases, self.layer, self.modes, self.pricer = cases, layer, modes, pricer_of(cases)
+        self.samples = cases.samples_of(layer)
         self.saved = saved_tensors(self.ops, self.grad)
         self.recompute = {mode: _recompute(cases, mode) for mode in modes}
         self.plain = {  # by mode, what of ``saved`` is kept because ops save it whose layer is not run again
-            mode: saved_tensors([op for op in self.ops if _keeps(op.name, re)], self.grad)
+            mode: saved_tensors([op for op in self.ops if keeps(op.name, re)], self.grad)
             for mode, re in self.recompute.items()
         }
         self.sharing = _sharing(cases)
@@ -125,7 +124,7 @@ class _Builder:
     def _borders(self, into: Sequence[State], out: Sequence[State]) -> tuple[dict[str, _States], dict[str, _States]]:
         used = {operand.name for node in self.ops for operand in node.all_input_nodes}
         entering, leaving = self.layering.crossing[self.layer], self.layering.crossing[self.layer + 1]
-        results = {r.node for r in self.cases.source.results if r.kind in ("loss", "output")}
+        results = {r.node for r in self.graph.results if r.kind in ("loss", "output")}
         entries = {
             name: self._states(entering, t, into)
             for t, name in enumerate(entering)
@@ -146,37 +145,9 @@ class _Builder:
         return _States(tuple(pairs), offered.T)
 
     def build(self) -> CaseSection:
-        index: dict[str, int] = {}
-        wants: dict[str, list[tuple[int, list[Pair], bool]]] = {}
-        gives: dict[str, tuple[int, list[Pair]]] = {}
-        for name, states in self.entries.items():
-            index[name] = self._add_entry(name, states)
-            gives[name] = index[name], [normalize(pair, name in self.grad) for pair in states.pairs]
-        for node in self.ops:
-            if op_name(node) == "getitem":
-                continue
-            i = index[node.name] = self._add_op(node)
-            choices = self.op_choices[node.name].choices
-            saves = (
-                {k for side, k in rule_for(node).saves(node) if side == "input"} if node.name in self.grad else set()
-            )
-            for k, operand in enumerate(tensor_operands(node)):
-                pairs = [normalize(c.inputs[k], operand.name in self.grad) for c in choices]
-                wants.setdefault(operand.name, []).append((i, pairs, k in saves))
-            for name, k in self._outputs(node):
-                gives[name] = i, [normalize(c.outputs[k], name in self.grad) for c in choices]
-        for name, states in self.exits.items():
-            i = self._add(name, "exit", states.pairs, states.offered)
-            wants.setdefault(name, []).append((i, [normalize(p, name in self.grad) for p in states.pairs], False))
-        for result in self.cases.source.results:
-            if result.node in gives and result.node not in self.entries:
-                i, pairs = self._add_result(result.node, *gives[result.node])
-                wants.setdefault(result.node, []).append((i, pairs, False))
-        for name, wanted in list(wants.items()):
-            if name not in gives and self.nodes[name].op == "placeholder":
-                gives[name] = self._add_placeholder(self.nodes[name], wanted)
-            assert name in gives, f"{name} is used by this section but neither made in it nor an entry"
-        edges = tuple(self._edge(name, gives[name], wanted) for name, wanted in wants.items())
+        entries, exits = ({name: one.pairs for name, one in some.items()} for some in (self.entries, self.exits))
+        tensors = self.connect(entries, exits)
+        edges = tuple(self._edge(name, given, wanted) for name, (given, wanted) in tensors.items())
         rows = self.rows
         return CaseSection(
             layer=self.layer,
@@ -199,12 +170,6 @@ class _Builder:
             ops=self.op_choices,
             extent_of=self.cases.extent_of,
         )
-
-    def _outputs(self, node: Node) -> list[tuple[str, int]]:
-        """The tensors that an op gives: (name, which output)."""
-        if not isinstance(node.meta["type"], tuple):
-            return [(node.name, 0)]
-        return [(user.name, output_of(user)[1]) for user in node.users if user.name in self.members]
 
     # ---- operators
 
@@ -247,17 +212,24 @@ class _Builder:
         )
         return len(self.rows) - 1
 
-    def _add_entry(self, name: str, states: _States) -> int:
+    def _divides(self, node: Node, value: Spec) -> np.ndarray:
+        return self.pricer.divides(node.meta["type"], value)
+
+    def _add_exit(self, name: str) -> int:
+        return self._add(name, "exit", *self.exits[name])
+
+    def _add_entry(self, name: str) -> int:
+        states = self.entries[name]
         nbytes = self.pricer.local_bytes(self.nodes[name].meta["type"], [pair.value for pair in states.pairs])
         users = [user.name for user in self.nodes[name].users if user.name in self.members]
         saved = {
             mode: nbytes
             for mode, re in self.recompute.items()
-            if name in self.plain[mode] or (name in re.kept and not all(_keeps(user, re) for user in users))
+            if name in self.plain[mode] or (name in re.kept and not all(keeps(user, re) for user in users))
         }
         return self._add(name, "entry", states.pairs, states.offered, memory=_Memory(saved=saved))
 
-    def _add_op(self, node: Node) -> int:
+    def _add_op(self, node: Node) -> tuple[int, Sequence[MeshChoice]]:
         nodes = [sample[node.name] for sample in self.samples]
         choices = self.op_choices[node.name] = op_choices(self.cases, nodes, self.restriction)
         prices = self.pricer.op(nodes, node, choices)
@@ -278,24 +250,17 @@ class _Builder:
         if self.sharing.floats(node.name):
             floor = np.where(np.isinf(seconds), seconds, 0.0)
         saved, transient = self._saved_bytes(nodes, node, choices)
-        return self._add(
-            node.name,
-            "op",
-            choices.choices,
-            choices.offered,
-            _Seconds(seconds, backward=backward, weight=weight, floor=floor, again=again),
-            _Memory(saved=saved, transient=transient),
-        )
+        price = _Seconds(seconds, backward=backward, weight=weight, floor=floor, again=again)
+        memory = _Memory(saved=saved, transient=transient)
+        return self._add(node.name, "op", choices.choices, choices.offered, price, memory), choices.choices
 
-    def _add_result(self, name: str, producer: int, given: Sequence[Pair]) -> tuple[int, list[Pair]]:
-        """Add a tensor that leaves the graph. given: the pairs in which its producer makes it, by choice."""
-        whole = replicated(self.cases.axes)
-        leaving_pairs = [exit_pair(pair) if name in self.late else whole for pair in given]
+    def _add_result(self, name: str, given: Given) -> Given:
+        whole, leaving_pairs = replicated(self.axes), self._leaving(name, given[1])
         pairs = list(dict.fromkeys(leaving_pairs))
         values = tuple(pair.value for pair in pairs)
         once = self.pricer.conversions(self.nodes[name].meta["type"], values, (whole.value,))[:, :, 0]
         once = once / self.cases.microbatches[:, None] * DEFERRED_SUM_FACTOR
-        producible = self.rows[producer].offered
+        producible = self.rows[given[0]].offered
         offered = np.stack(
             [producible[:, [one == pair for one in leaving_pairs]].any(axis=1) for pair in pairs], axis=1
         )
@@ -326,52 +291,26 @@ class _Builder:
             beside[rows] = extra[self.cases.extent_of][rows, None] / divisor[rows]
         if beside.any():
             for mode, re in self.recompute.items():
-                note(mode, node.name in re.heavy or _keeps(node.name, re), beside)
+                note(mode, node.name in re.heavy or keeps(node.name, re), beside)
         return parts
 
     # ---- placeholders
 
-    def _add_placeholder(self, node: Node, wanted: list[tuple[int, list[Pair], bool]]) -> tuple[int, list[Pair]]:
+    def _add_placeholder(self, node: Node, wanted: Wanted) -> Given:
         source, kind = node.meta["source"], node.meta["type"]
-        pinned, _, pattern = (self.restriction.pinned or {}).get(node.name, "").partition(" ")
-        if pinned:
-            options = {parse_pair(pinned): np.ones(self.cases.num, dtype=bool)}
-        else:
-            asked = wanted_pairs([(self.rows[i].offered, pairs) for i, pairs, _ in wanted])
-            options = placeholder_pairs(self.cases, node, asked, self.restriction.roles)
-            if node.name in self.restriction.replicated:
-                options = {p: where for p, where in options.items() if not any(value.is_shard for value in p.value)}
-            if source.kind in ("parameter", "buffer"):
-                trained, independent = (
-                    source.requires_grad and node.name in self.grad,
-                    self.restriction.independent_axes,
-                )
-                options = {p: where for p, where in options.items() if lies_loosely(p, independent, trained)}
-        options = {pair: options[pair] & self.pricer.divides(kind, pair.value) for pair in sorted(options, key=str)}
-        options = {pair: where for pair, where in options.items() if where.any()}
-        if not options:
-            raise ValueError(f"{node.name} is pinned to {pinned!r}, which cuts it evenly on no mesh; pin another pair")
-        offered = np.stack(list(options.values()), axis=1)
+        asked = _wanted_pairs([(self.rows[i].offered, pairs) for i, pairs, _ in wanted])
+        options, patterns = self._placeholder_pairs(node, asked)
+        pairs, offered = tuple(options), np.stack(list(options.values()), axis=1)
         if source.kind == "parameter":
-            trainable = source.requires_grad and node.name in self.grad
-            allowed = (pattern,) if pattern else allowed_patterns(node.name, self.restriction)
+            trainable, reads = self._trainable(node), self.reads.of(node)
             prices = parameter_prices(
-                self.pricer,
-                kind,
-                tuple(options),
-                offered,
-                trainable,
-                source.requires_grad,
-                allowed,
-                self.reads.of(node),
-            )
-            i = self._add_parameter(node.name, prices)
-            return i, [normalize(choice.pair, node.name in self.grad) for choice in prices.choices]
+                self.pricer, kind, pairs, offered, trainable, source.requires_grad, patterns, reads
+            )  # fmt: skip
+            return self._add_parameter(node.name, prices), [choice.pair for choice in prices.choices]
         resident = None
         if source.kind == "buffer":
-            resident = self.pricer.local_bytes(kind, [pair.value for pair in options])
-        i = self._add(node.name, "source", tuple(options), offered, memory=_Memory(resident))
-        return i, [normalize(pair, node.name in self.grad) for pair in options]
+            resident = self.pricer.local_bytes(kind, [pair.value for pair in pairs])
+        return self._add(node.name, "source", pairs, offered, memory=_Memory(resident)), list(pairs)
 
     def _add_parameter(self, name: str, prices: ParameterPrices) -> int:
         return self._add(
@@ -392,7 +331,7 @@ class _Builder:
 
     # ---- edges
 
-    def _edge(self, name: str, given: tuple[int, list[Pair]], wanted: list[tuple[int, list[Pair], bool]]) -> CaseEdge:
+    def _edge(self, name: str, given: Given, wanted: Wanted) -> CaseEdge:
         producer, offered = given
         node, grad = self.nodes[name], name in self.grad
         sources = {pair: i for i, pair in enumerate(dict.fromkeys(offered))}
@@ -422,9 +361,9 @@ class _Builder:
             self.sharing.floor_of(node),
         )
 
-    def _some_keep(self, wanted: list[tuple[int, list[Pair], bool]], recompute: Recompute) -> bool:
+    def _some_keep(self, wanted: Wanted, recompute: Recompute) -> bool:
         """True if a consumer is in a layer that is not run again: then the copies that it reads stay."""
-        return any(self.rows[i].kind == "op" and _keeps(self.rows[i].name, recompute) for i, *_ in wanted)
+        return any(self.rows[i].kind == "op" and keeps(self.rows[i].name, recompute) for i, *_ in wanted)
 
 
 class _States(NamedTuple):
@@ -450,23 +389,12 @@ def _sharing(cases: Cases) -> Sharing:
     return sharing
 
 
-def _keeps(op: str, recompute: Recompute) -> bool:
-    """True if what this op saves is kept because its layer is not run again."""
-    return not recompute or op in recompute.plain
-
-
 def _is_in(saved: Saved, node: Node, k: int) -> bool:
     """True if output ``k`` of an op is among saved tensors."""
     return (node.name, k) in saved or (k == 0 and node.name in saved)
 
 
-# ---- pairs of parameters, inputs, buffers and constants: ``section._Builder._pairs`` for all cases at once
-
-
-Where = dict[Pair, np.ndarray]  # bool [num] by pair
-
-
-def wanted_pairs(consumers: Sequence[tuple[np.ndarray, Sequence[Pair]]]) -> Where:
+def _wanted_pairs(consumers: Sequence[tuple[np.ndarray, Sequence[Pair]]]) -> Where:
     """The cases in which some offered choice wants each pair.
 
     consumers: (bool [num, choices], the pair that each choice wants).
@@ -480,35 +408,3 @@ def wanted_pairs(consumers: Sequence[tuple[np.ndarray, Sequence[Pair]]]) -> Wher
             where = np.asarray(offered[:, at].any(axis=1))
             wanted[pair] = wanted[pair] | where if pair in wanted else where
     return wanted
-
-
-def placeholder_pairs(cases: Cases, node: Node, wanted: Where, roles: Sequence[str | None]) -> Where:
-    """The pairs in which a placeholder may lie, given those that its consumers want."""
-    source, axes = node.meta["source"], cases.axes
-    everywhere, whole = np.ones(cases.num, dtype=bool), (R,) * axes
-    if source.kind == "parameter" and source.requires_grad and node.name in cases.layering.needs_grad:
-        pairs = {p: w for p, w in wanted.items() if all(is_storable(v, c) for v, c in zip(p.value, p.cotangent))}
-        return pairs | {Pair(whole, whole): everywhere, Pair(whole, (P,) * axes): everywhere}
-    if any(r.kind == "buffer" and r.name == source.name for r in cases.source.results):
-        return {Pair(whole, whole): everywhere}
-    frozen, pairs = source.kind == "parameter", {Pair(whole, whole): everywhere}
-    for pair, where in wanted.items():
-        if not any(v.is_partial for v in pair.value):
-            own = Pair(pair.value, pair.value if frozen else whole)
-            pairs[own] = pairs[own] | where if own in pairs else where
-    if source.kind == "input" and source.batch_dim is not None:
-        return _by_role(pairs, source.batch_dim, roles)
-    return pairs
-
-
-def _by_role(pairs: Where, batch_dim: int, roles: Sequence[str | None]) -> Where:
-    """Those that the roles allow where there are any, else all."""
-    allowed = [
-        all(role is None or (placement == S(batch_dim)) == (role == "data") for role, placement in zip(roles, p.value))
-        for p in pairs
-    ]
-    some = np.zeros(len(next(iter(pairs.values()))), dtype=bool)
-    for where, ok in zip(pairs.values(), allowed):
-        if ok:
-            some = some | where
-    return {p: where if ok else where & ~some for (p, where), ok in zip(pairs.items(), allowed)}

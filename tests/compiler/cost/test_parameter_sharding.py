@@ -22,7 +22,8 @@ from meshwright.compiler.cost.parameter_sharding import (
 )
 from meshwright.compiler.cost.pricing import MeshPricer
 from meshwright.compiler.frontend.layers import cluster_layers
-from meshwright.compiler.intra_op.section import Restriction, StageContext, label
+from meshwright.compiler.intra_op.restriction import Restriction
+from meshwright.compiler.intra_op.section import StageContext, label
 from meshwright.compiler.intra_op.stage import describe_stage, solve_section
 from meshwright.compiler.ir.graph import TensorType
 from meshwright.compiler.ir.spec import local_shape, parse_pair, parse_spec

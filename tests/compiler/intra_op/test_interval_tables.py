@@ -8,7 +8,7 @@ import pytest
 import torch
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.layers import cluster_layers
-from meshwright.compiler.intra_op.section import NO_RESTRICTION, Restriction
+from meshwright.compiler.intra_op.restriction import NO_RESTRICTION, Restriction
 from meshwright.compiler.intra_op.solver.elimination import eliminate
 from meshwright.compiler.intra_op.vectorised import interval_tables
 from meshwright.compiler.intra_op.vectorised.cases import Case, Cases

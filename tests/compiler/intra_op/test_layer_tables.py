@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.layers import cluster_layers
-from meshwright.compiler.intra_op.section import NO_RESTRICTION
+from meshwright.compiler.intra_op.restriction import NO_RESTRICTION
 from meshwright.compiler.intra_op.solver.elimination_order import Limits
 from meshwright.compiler.intra_op.vectorised import layer_tables, repeats
 from meshwright.compiler.intra_op.vectorised.cases import Case, Cases

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.layers import cluster_layers
-from meshwright.compiler.intra_op.section import Restriction
+from meshwright.compiler.intra_op.restriction import Restriction
 from meshwright.compiler.intra_op.vectorised import row_cache
 from meshwright.compiler.intra_op.vectorised.cases import Case, Cases
 from meshwright.compiler.intra_op.vectorised.interval_tables import IntervalComposer

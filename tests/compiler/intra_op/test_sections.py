@@ -17,7 +17,8 @@ from meshwright.compiler.cost.signature import signature
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.layers import Layering, cluster_layers
 from meshwright.compiler.frontend.strides import note_layouts
-from meshwright.compiler.intra_op.section import NO_RESTRICTION, Restriction, Section, label
+from meshwright.compiler.intra_op.restriction import NO_RESTRICTION, Restriction
+from meshwright.compiler.intra_op.section import Section, label
 from meshwright.compiler.intra_op.vectorised.cases import Case, Cases
 from meshwright.compiler.intra_op.vectorised.problem import CaseSection
 from meshwright.compiler.intra_op.vectorised.section import build_case_section

@@ -13,7 +13,7 @@ from meshwright.cli import main
 from meshwright.compiler.cost.pricing import MeshPricer
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.layers import cluster_layers
-from meshwright.compiler.intra_op.section import Restriction
+from meshwright.compiler.intra_op.restriction import Restriction
 from meshwright.compiler.intra_op.solver.elimination import eliminate
 from meshwright.compiler.intra_op.solver.ilp import solve_ilp
 from meshwright.compiler.intra_op.stage import solve_section, transient_bytes

@@ -11,7 +11,7 @@ from meshwright.compiler.cost.pricing import MeshPricer
 from meshwright.compiler.errors import InfeasibleError
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.layers import cluster_layers
-from meshwright.compiler.intra_op.section import Restriction
+from meshwright.compiler.intra_op.restriction import Restriction
 from meshwright.compiler.intra_op.solver.elimination import eliminate
 from meshwright.compiler.intra_op.solver.ilp import solve_ilp
 from meshwright.compiler.intra_op.solver.problem import evaluate
