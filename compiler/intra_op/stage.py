@@ -12,7 +12,6 @@ problem, a stage that is not large is solved again without one kind of message o
 helps. The choice with the least real price wins among those that fit. Stages whose ops keep their labels are solved
 again only if their layers gather weights, or if they shard gradients on devices that overlap. There the real price may
 also be below the problem's: sums of whole gradients hide behind the backward, so that one more trial shards nothing.
-A large stage is not solved again: its parameters give up one kind of message where they may lie the same without it.
 """
 
 from __future__ import annotations
@@ -339,11 +338,6 @@ class _Stage:
             if sharded := sorted(sent for sent in every if sent is not None and sent[0] != "gradients"):
                 offer(sharded)
         if len(free.names) > LARGE_STAGE_OPERATORS:
-            best = candidates[prices.index(min(prices))]
-            for kind in dict.fromkeys(what for what, _ in _messages_of_choice(self.context.pricer, *best)):
-                if (moved := self._resharded(best, free, kind)) is not None:
-                    candidates.append((free, moved))
-                    prices.append(self.price(candidates[-1]))
             return candidates[prices.index(min(prices))]
         # Messages are banned greedily: each round keeps the ban that helped last, until no further ban helps.
         banned: list[_Message] = []
@@ -362,30 +356,6 @@ class _Stage:
             if not better:
                 return best
             banned.append(better[-1])
-
-    def _resharded(self, chosen: _Chosen, free: Section, kind: str) -> tuple[int, ...] | None:
-        """The same choice in ``free`` with other patterns of the parameters that send messages of this kind, where they
-        may lie the same without; None if ``free`` has not all of it."""
-        names = zip(chosen[0].kinds, chosen[0].names, chosen[0].choices, chosen[1])
-        choice_of = {(what, name): choices[pick] for what, name, choices, pick in names}
-        picks = []
-        for what, name, choices, seconds in zip(free.kinds, free.names, free.choices, free.seconds):
-            now = choice_of.get((what, name))
-            if now not in choices:
-                return None
-            picks.append(choices.index(now))
-            if isinstance(now, ParameterSharding) and self._sends(now, kind):
-                others = [
-                    k
-                    for k, one in enumerate(choices)
-                    if isinstance(one, ParameterSharding) and one.compute == now.compute and not self._sends(one, kind)
-                ]
-                picks[-1] = min(others, key=lambda k: float(seconds[k]), default=picks[-1])
-        return tuple(picks)
-
-    def _sends(self, choice: object, kind: str) -> bool:
-        sent = _message_of(self.context.pricer, choice)
-        return sent is not None and sent[0] == kind
 
     def _gap(self, section: Section) -> float:
         return LARGE_STAGE_GAP if len(section.names) > LARGE_STAGE_OPERATORS else TOLERANCE
