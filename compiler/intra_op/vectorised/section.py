@@ -1,7 +1,7 @@
 """The numeric problem of one layer in all cases at once: ``section.build_section`` with a leading axis over cases.
 
-Operators, edges and their order are those of ``section``. A choice that a case does not offer costs inf there. An
-offered choice costs what the scalar section says, but for rounding. Recompute modes share everything but ``again``,
+Operators, edges and their order are those of ``section_builder``. A choice that a case does not offer costs inf there.
+An offered choice costs what the scalar section says, but for rounding. Recompute modes share everything but ``again``,
 ``saved`` and ``transient`` of operators, and ``again``, ``bytes`` and ``transient`` of edges, which are given by mode.
 """
 
