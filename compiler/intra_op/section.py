@@ -197,26 +197,14 @@ class _Builder(SectionBuilder):
         section = Section(names, kinds, choices, seconds, resident, saved, edges, states)
         if not self.recompute:
             return replace(section, transient=tuple(self.held)) if any(held.any() for held in self.held) else section
-        kept = [self._keeps_copies(edge) for edge in edges]
+        readers = [[self.rows[i][0] for i, _ in edge.consumers if self.rows[i][1] == "op"] for edge in edges]
+        kept = [self._copies_stay(edge.name, ops, self.recompute) for edge, ops in zip(edges, readers)]
         return replace(
             section,
             edges=tuple(e if k else replace(e, bytes=np.zeros_like(e.bytes)) for e, k in zip(edges, kept)),
             transient=tuple(self.held),
             edge_transient=tuple(np.zeros_like(e.bytes) if k else e.bytes for e, k in zip(edges, kept)),
         )
-
-    # ---- recompute
-
-    def _recomputed_from(self, entry: Node) -> bool:
-        """True if a layer of this section is recomputed that begins with this tensor."""
-        users = [user.name for user in entry.users if user.name in self.members]
-        return entry.name in self.recompute.kept and not all(keeps(user, self.recompute) for user in users)
-
-    def _keeps_copies(self, edge: Edge) -> bool:
-        """True if the conversions of a tensor are kept under recomputation: no layer repeats them, or the layer of some
-        reader is not recomputed."""
-        readers = [self.rows[i][0] for i, _ in edge.consumers if self.rows[i][1] == "op"]
-        return not self.recompute.converts_again(edge.name) or any(keeps(reader, self.recompute) for reader in readers)
 
     # ---- operators
 
@@ -248,7 +236,7 @@ class _Builder(SectionBuilder):
 
     def _add_entry(self, name: str) -> int:
         kind, states, zero = self.nodes[name].meta["type"], self.entries[name], np.zeros(len(self.entries[name]))
-        stays = name in self.plain or self._recomputed_from(self.nodes[name])
+        stays = self._entry_stays(name, self.plain, self.recompute)
         held = np.array([self.pricer.local_bytes(kind, pair.value) for pair in states]) if stays else zero
         return self._add(name, "entry", tuple(states), zero, zero, held)
 

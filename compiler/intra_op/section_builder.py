@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch.fx import Node
 
+from ..cost.saved_tensors import Saved
 from ..frontend.layers import Layering
 from ..ir.graph import Graph, op_name, output_of, tensor_operands
 from ..ir.ops.loss import deferrable_losses, exit_pair
@@ -109,6 +110,20 @@ class SectionBuilder(ABC):
     def _leaving(self, name: str, pairs: Sequence[Pair]) -> list[Pair]:
         """The pairs in which a tensor that is made in these leaves the graph."""
         return [exit_pair(pair) if name in self.late else replicated(self.axes) for pair in pairs]
+
+    # ---- what stays until the backward
+
+    def _entry_stays(self, name: str, plain: Saved, recompute: Recompute) -> bool:
+        """True if an op saves an entry whose layer is not run again (``plain``), or a layer that is run again begins
+        with it."""
+        users = [user.name for user in self.nodes[name].users if user.name in self.members]
+        return name in plain or (name in recompute.kept and not all(keeps(user, recompute) for user in users))
+
+    @staticmethod
+    def _copies_stay(name: str, readers: Sequence[str], recompute: Recompute) -> bool:
+        """True if the conversions of a tensor that these ops read are kept: no layer repeats them, or the layer of some
+        reader is not run again."""
+        return not recompute.converts_again(name) or any(keeps(reader, recompute) for reader in readers)
 
     # ---- placeholders
 

@@ -221,12 +221,7 @@ class _Builder(SectionBuilder):
     def _add_entry(self, name: str) -> int:
         states = self.entries[name]
         nbytes = self.pricer.local_bytes(self.nodes[name].meta["type"], [pair.value for pair in states.pairs])
-        users = [user.name for user in self.nodes[name].users if user.name in self.members]
-        saved = {
-            mode: nbytes
-            for mode, re in self.recompute.items()
-            if name in self.plain[mode] or (name in re.kept and not all(keeps(user, re) for user in users))
-        }
+        saved = {mode: nbytes for mode, re in self.recompute.items() if self._entry_stays(name, self.plain[mode], re)}
         return self._add(name, "entry", states.pairs, states.offered, memory=_Memory(saved=saved))
 
     def _add_op(self, node: Node) -> tuple[int, Sequence[MeshChoice]]:
@@ -345,8 +340,8 @@ class _Builder(SectionBuilder):
         if key not in self.cases.cache:
             self.cases.cache[key] = Conversions(self.pricer, *asked)
         again = frozenset(mode for mode, re in self.recompute.items() if re.converts_again(name))
-        kept = frozenset(self.modes) - again
-        kept |= {mode for mode, re in self.recompute.items() if self._some_keep(wanted, re)}
+        readers = [self.rows[i].name for i, *_ in wanted if self.rows[i].kind == "op"]
+        kept = frozenset(mode for mode, re in self.recompute.items() if self._copies_stay(name, readers, re))
         return CaseEdge(
             name,
             producer,
@@ -360,10 +355,6 @@ class _Builder(SectionBuilder):
             self.modes,
             self.sharing.floor_of(node),
         )
-
-    def _some_keep(self, wanted: Wanted, recompute: Recompute) -> bool:
-        """True if a consumer is in a layer that is not run again: then the copies that it reads stay."""
-        return any(self.rows[i].kind == "op" and keeps(self.rows[i].name, recompute) for i, *_ in wanted)
 
 
 class _States(NamedTuple):
