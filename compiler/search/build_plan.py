@@ -37,7 +37,10 @@ __all__ = [
     "estimated_bytes",
     "excess_bytes",
     "match_names",
+    "plan_of_stages",
     "rename_stage",
+    "solve_stages",
+    "stage_context",
     "stage_limits",
     "with_measured_memory",
     "within_memory",
@@ -59,10 +62,16 @@ def build_plan(
     limits_bytes: the estimated bytes that each stage may hold; inf, or no limits at all: the memory of its devices.
     built: stages of this candidate from before, which is added to.
     """
+    graph = search.graph.with_batch(search.global_batch // best.microbatches)
+    with search.timed("refine"):
+        parts = solve_stages(search, best, graph, limits_bytes, built)
+    return plan_of_stages(search, best, parts)
+
+
+def plan_of_stages(search: SearchState, best: Candidate, parts: Sequence[SolvedStage]) -> Plan:
+    """The plan of a candidate with these stages, with the memory that the cost model estimates."""
     cluster, layering, m = search.cluster, search.layering, best.microbatches
     graph = search.graph.with_batch(search.global_batch // m)
-    with search.timed("refine"):
-        parts = _assembled(search, best, graph, limits_bytes, {} if built is None else built)
     stages = tuple(part.stage for part in parts)
     with search.timed("simulate"):
         step = predict(
@@ -149,10 +158,15 @@ def _usable(search: SearchState) -> list[float]:
     return [search.memory_share * size for size in usable_bytes(search.cluster)]
 
 
-def _assembled(
-    search: SearchState, best: Candidate, graph: Graph, limits_bytes: Sequence[float], known: BuiltStages
+def solve_stages(
+    search: SearchState,
+    best: Candidate,
+    graph: Graph,
+    limits_bytes: Sequence[float] = (),
+    built: BuiltStages | None = None,
 ) -> list[SolvedStage]:
-    """The solved stages; the chunks of one stage are merged."""
+    """The solved stages of ``build_plan``; the chunks of one stage are merged. graph: that of a microbatch."""
+    known = {} if built is None else built
     cluster, m, num = search.cluster, best.microbatches, len(best.pipeline.peak_bytes)
     chunks = best.pipeline.chunks
     asked = chunks if chunks > 1 else None
@@ -202,11 +216,8 @@ def _assembled(
         answers = search.solved_stages.setdefault(question, [])
         part = _answer(answers, limit)
         if part is None:
-            pricer = search.pricer(offset, shape)
-            recompute = recompute_of(graph, search.layering, by_layer, best.schedule)
-            restriction = search.restriction(row.submesh.roles)
             part = solve_stage(
-                StageContext(graph, search.layering, pricer, m, restriction, recompute, choices),
+                stage_context(search, best, graph, index, choices),
                 (first, end),
                 (states[0], states[-1]),
                 labels,
@@ -223,6 +234,16 @@ def _assembled(
     for group, part in zip(home, parts):
         grouped[group].append(part)
     return [merge_chunks(some) for some in grouped]
+
+
+def stage_context(search: SearchState, best: Candidate, graph: Graph, index: int, choices: str) -> StageContext:
+    """The context of the chunk at ``index`` of a candidate. graph: that of a microbatch; choices: those left open."""
+    stage, row = best.pipeline.stages[index], best.rows[index]
+    _, modes, _ = row.choices(stage.first_layer, stage.end_layer)
+    recompute = recompute_of(graph, search.layering, dict(enumerate(modes, stage.first_layer)), best.schedule)
+    pricer = search.pricer(stage.device_offset, row.submesh.shape)
+    restriction = search.restriction(row.submesh.roles)
+    return StageContext(graph, search.layering, pricer, best.microbatches, restriction, recompute, choices)
 
 
 def _answer(answers: Sequence[tuple[float, SolvedStage]], limit: float) -> SolvedStage | None:

@@ -9,7 +9,8 @@ while they may win.
 The built stages keep the memory limit. Let e be the estimated bytes of a stage and u those that it really holds, u −
 limit too much. The stage is solved again, exactly, within e − (u − limit), until u fits or no strategy is that lean. As
 e − u differs between strategies, a bisection then looks between the last limit that was too much and the first that was
-not.
+not. Choices may also hold less than others though the rules count more for them: so the fastest choices of such stages
+are counted one after the other, too.
 """
 
 from __future__ import annotations
@@ -18,8 +19,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
 
+from ..intra_op.solver.k_best import fastest_choices
+from ..intra_op.stage import SolvedStage, describe_stage, stage_section
+from ..ir.graph import Graph
 from ..plan.plan import Plan
-from .build_plan import BuiltStages, build_plan, estimated_bytes, excess_bytes, stage_limits, with_measured_memory
+from .build_plan import (
+    BuiltStages,
+    build_plan,
+    estimated_bytes,
+    excess_bytes,
+    plan_of_stages,
+    solve_stages,
+    stage_context,
+    stage_limits,
+    with_measured_memory,
+)
 from .irregular import LADDER
 from .space import CHUNKED
 from .state import INTERRUPTED, TIE_TOLERANCE, Candidate, SearchState, same_decisions
@@ -35,6 +49,7 @@ ESTIMATE_TOLERANCE = 1.3  # by which the dynamic program's estimates may be abov
 MAX_FULLNESS = 1.5  # by which tables may be above the bytes that a stage holds
 LIMIT_TOLERANCE = 0.03  # of the bytes of all stages: limits closer than that are alike
 MAX_MEMORY_TRIALS = 10  # limits that are tried for one candidate
+MAX_CHOICE_TRIALS = 6  # other choices of its stages that are tried beside these
 
 
 def can_refine(search: SearchState) -> bool:
@@ -148,10 +163,46 @@ def _fitted(search: SearchState, candidate: Candidate, most: float) -> Plan | No
     return best
 
 
+def _with_other_choices(search: SearchState, candidate: Candidate, most: float) -> Plan | None:
+    """The plan of a candidate in which each stage that holds too much has the fastest choices that do not; None if
+    it is not faster than ``most``, or not among the first tries."""
+    graph = search.graph.with_batch(search.global_batch // candidate.microbatches)
+    with search.timed("refine"):
+        parts = solve_stages(search, candidate, graph)
+    others = [_fastest_stages(search, candidate, graph, index, part) for index, part in enumerate(parts)]
+    for _ in range(1 + MAX_CHOICE_TRIALS):
+        plan = plan_of_stages(search, candidate, parts)
+        if plan.prediction.step_s >= most:
+            return None
+        plan = with_measured_memory(search, plan)
+        full = [index for index, size in enumerate(excess_bytes(search, plan)) if size > 0.0]
+        if not full:
+            return plan
+        with search.timed("refine"):
+            for index in full:
+                parts[index] = next(others[index], parts[index])
+    return None
+
+
+def _fastest_stages(
+    search: SearchState, candidate: Candidate, graph: Graph, index: int, part: SolvedStage
+) -> Iterator[SolvedStage]:
+    """Yield the stage ``part`` of a candidate with other choices, the fastest by their problem first."""
+    context = stage_context(search, candidate, graph, index, "all")
+    stage, row = candidate.pipeline.stages[index], candidate.rows[index]
+    layers = (stage.first_layer, stage.end_layer)
+    _, _, states = row.choices(*layers)
+    section = stage_section(context, layers, (states[0], states[-1]))
+    framework = part.prediction.memory_bytes["framework"]
+    for chosen in fastest_choices(section.problem(part.in_flight)):
+        yield describe_stage(context, layers, section, chosen, part.in_flight, framework)
+
+
 def _under_all(search: SearchState, candidate: Candidate, most: float) -> Iterator[Plan]:
     """Yield the plan of a candidate, and those of the same cuts under the other schedules without chunks that are
     faster still."""
     plan = _fitted(search, candidate, most)
+    plan = _with_other_choices(search, candidate, plan.prediction.step_s if plan else most) or plan
     if plan is None:
         return
     yield plan

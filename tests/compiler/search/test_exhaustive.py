@@ -46,6 +46,13 @@ def test_no_document_is_faster_where_tables_are_rough(seed):
     assert verdict.equal, f"{verdict.case}: {verdict.ours_s} s, but a document takes {verdict.best_s} s"
 
 
+@pytest.mark.parametrize("seed", [72, 113])
+def test_no_document_is_faster_where_estimates_rank_the_memory_of_choices_wrongly(seed):
+    """Choices that are equally fast (72) or a little slower (113) hold less than the one with the lowest estimate."""
+    verdict = judge(random_case(seed), _plan_of)
+    assert verdict.equal, f"{verdict.case}: {verdict.ours_s} s, but a document takes {verdict.best_s} s"
+
+
 @pytest.mark.parametrize("seed", CHUNKED_SEEDS)
 def test_no_document_of_several_chunks_is_below_the_bound_or_better_than_the_plan_and_its_gap(seed):
     verdict = judge(chunked_case(seed), _plan_of)

@@ -11,6 +11,7 @@ from meshwright.compiler.errors import TooWide
 from meshwright.compiler.intra_op.solver import elimination_order
 from meshwright.compiler.intra_op.solver.elimination import eliminate
 from meshwright.compiler.intra_op.solver.ilp import solve_ilp
+from meshwright.compiler.intra_op.solver.k_best import fastest_choices
 from meshwright.compiler.intra_op.solver.lagrange import solve
 from meshwright.compiler.intra_op.solver.presolve import simplify
 from meshwright.compiler.intra_op.solver.problem import (
@@ -309,3 +310,26 @@ def test_timing_of_large_problems(capsys):
         assert solve(problem).seconds == pytest.approx(found.seconds, rel=1e-9)
     with capsys.disabled():
         print("\n" + "\n".join(lines))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_choices_come_in_the_order_of_their_seconds_and_none_is_left_out(seed):
+    problem = random_problem(seed)
+    every = itertools.product(*(range(len(one.labels)) for one in problem.operators))
+    seconds = {choice: evaluate(problem, choice)[0] for choice in every}
+    expected = sorted(value for value in seconds.values() if math.isfinite(value))
+    found = list(itertools.islice(fastest_choices(problem), 60))
+    assert len(set(found)) == len(found) == min(60, len(expected))
+    np.testing.assert_allclose([seconds[choice] for choice in found], expected[: len(found)], rtol=1e-12)
+
+
+def test_choices_end_where_the_rest_is_too_wide(monkeypatch):
+    problem = block(0, 6, 3)
+
+    def too_wide(problem):
+        raise TooWide("all of it")
+
+    found = fastest_choices(problem)
+    next(found)
+    monkeypatch.setattr("meshwright.compiler.intra_op.solver.k_best.eliminate", too_wide)
+    assert list(found) == []
