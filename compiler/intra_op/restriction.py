@@ -30,6 +30,8 @@ class Restriction:
     residencies: tuple[str, ...] = ("replicated",)
     #: Parameter nodes that are whole on every device.
     replicated: frozenset[str] = frozenset()
+    #: Parameter nodes too small to be gathered with their layer: no "zero3" where another pattern is allowed.
+    small: frozenset[str] = frozenset()
     #: Op node → labels each of which some axis must carry. Where no axis can, the op is impossible.
     split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     #: Class of a layer → the recompute modes that its layers may take, where these are not all of the search's.
@@ -44,7 +46,10 @@ class Restriction:
 
     def patterns(self, parameter: str) -> tuple[str, ...]:
         """The sharding patterns that a parameter node may take."""
-        return ("replicated",) if parameter in self.replicated else self.residencies
+        if parameter in self.replicated:
+            return ("replicated",)
+        others = tuple(one for one in self.residencies if one != "zero3")
+        return others if others and parameter in self.small else self.residencies
 
     def splits(self, op: str, labels: Sequence[str]) -> bool:
         """True if a choice with these labels keeps to ``split``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -49,6 +50,7 @@ INTERRUPTED = "it was interrupted"  # why a search ended early, as ``Search.cut_
 TIMED_OUT = "the time limit passed"
 MANY_READERS = 3  # layers that read a tensor of another one, as decoders read what the encoder made …
 SHARED_SUM_ERROR = 0.01  # … in whose models the clock is so much above the simulation, or more
+SMALL_PARAMETERS = 1e-3  # of all elements of parameters: the smallest ones are not gathered with their layers
 SMALL_OPS = 30  # ops of the largest graph that is small
 TIE_TOLERANCE = 1e-3  # of a step: plans within this are as good, and the simpler one is taken
 
@@ -219,6 +221,22 @@ class SearchState:
         holding = [layer for layer in self.layering.layers if losses & set(layer.ops)]
         return {layer.class_key: ("none",) for layer in holding if self.space.schedules[0] == "1f1b"}
 
+    @cached_property
+    def _small_parameters(self) -> frozenset[str]:
+        """The smallest parameters, which together have at most ``SMALL_PARAMETERS`` of all elements. Messages of their
+        own cost more than their bytes are worth, and tables charge them a share of their layer's."""
+        names: dict[int, list[str]] = defaultdict(list)
+        for node in self.graph.placeholders("parameter"):
+            names[prod(node.meta["type"].shape)].append(node.name)
+        room = SMALL_PARAMETERS * sum(size * len(some) for size, some in names.items())
+        small: list[str] = []
+        for size in sorted(names):
+            room -= size * len(names[size])
+            if room < 0:
+                break
+            small += names[size]
+        return frozenset(small)
+
     def restriction(self, roles: tuple[str | None, ...]) -> Restriction:
         """The restriction of stages with these roles of their axes."""
         return Restriction(
@@ -226,6 +244,7 @@ class SearchState:
             executable_only=self.space.executable_only,
             residencies=self.space.residencies,
             replicated=self.resolved.replicated,
+            small=self._small_parameters,
             split=self.resolved.split,
             modes={**self.resolved.modes, **self._loss_modes},
             loose=self.space.loose,

@@ -88,3 +88,18 @@ def test_rules_count_what_gathered_weights_hold(graph, monkeypatch, mode, asked)
     assert held
     for rules, real in held:
         assert real <= 1.2 * rules
+
+
+@pytest.mark.parametrize("mib", [380, 230])
+def test_small_weights_are_gathered_with_their_layers_only_if_nothing_else_is_allowed(graph, mib):
+    def patterns(**asked):
+        plan = fitting(graph, mib, constraints="no tensor parallel; stages = 1; microbatches = 1", **asked)
+        (stage,) = plan.stages
+        (chunk,) = stage.chunks
+        return {
+            is_norm: {sharding.pattern for name, sharding in chunk.parameters.items() if ("norm" in name) is is_norm}
+            for is_norm in (True, False)
+        }
+
+    assert patterns() == {True: {"zero2"}, False: {"zero2", "zero3"}}
+    assert patterns(space=Space.asked(zero=3))[True] == {"zero3"}
