@@ -155,8 +155,6 @@ class StageContext:
     microbatches: int
     restriction: Restriction = NO_RESTRICTION
     recompute: Recompute = NOTHING
-    #: The choices that a small stage makes anew: "all", those of "weights", or "none", which keeps the cost tables'.
-    open_choices: str = "all"
 
 
 def build_section(

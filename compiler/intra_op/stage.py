@@ -2,8 +2,8 @@
 
 The interval tables choose strategies layer by layer between boundary states. Here all tensors, tied parameters and
 floating ops of the stage are seen at once. First every op keeps the label that the tables chose, and the rest
-(parameters, inputs, floating ops) is solved around it. The choices of weights in a small stage, and those of all ops in
-a small graph, are then solved freely under the memory limit.
+(parameters, inputs, floating ops) is solved around it. In a small graph all choices are then solved freely under the
+memory limit.
 
 **Messages of parameters.** In the problem a gradient costs its share of a full bucket, and a weight that is gathered
 layer by layer costs its share of the layer's largest message. These seconds add up, and they are lower bounds. A small
@@ -252,11 +252,12 @@ def solve_stage(
     limit_bytes: float,
     framework: float,
     reductions: Sequence[GradientReduction] = (),
+    free: bool = False,
 ) -> SolvedStage:
     """Solve the stage of ``layers`` [first, end) with its borders in these states.
 
-    labels: the composed choice of ops and weights, which larger stages keep; the other arguments as in
-    ``describe_stage``.
+    labels: the composed choice of ops and weights; free: a stage of few operators need not keep it; the other arguments
+    as in ``describe_stage``.
     """
     graph, layering, pricer = context.graph, context.layering, context.pricer
 
@@ -273,10 +274,9 @@ def solve_stage(
         kept = section(labels)
         best = min(best, (kept, stage.solve(kept)), key=stage.price)
     retried = ("layers", "blocks") if pricer.device.overlap else ("layers",)
-    is_open = context.open_choices != "none" and len(composed.names) <= FREE_SOLVE_OPERATORS and pricer.num_devices > 1
-    if is_open and context.open_choices == "all":
+    if free and len(composed.names) <= FREE_SOLVE_OPERATORS and pricer.num_devices > 1:
         best = stage.improve(best, section(None))
-    elif is_open or any(what in retried for what, _ in _messages_of_choice(pricer, *best)):
+    elif any(what in retried for what, _ in _messages_of_choice(pricer, *best)):
         ops = {name: text for name, text in labels.items() if nodes[name].op != "placeholder"}
         best = stage.improve(best, section(ops))
     return describe_stage(context, layers, *best, in_flight, framework, reductions)

@@ -47,9 +47,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-#: equal stages that are solved freely; more of them, which hold other numbers of microbatches, keep the tables' choices
-MAX_FREE_TWINS = 2
-
 #: everything that stages have in common → (first layer, bytes that it may hold, solved stage) of those that were solved
 BuiltStages = dict[tuple[Any, ...], list[tuple[int, float, SolvedStage]]]
 
@@ -208,16 +205,15 @@ def solve_stages(
             parts.append(min(fitting, key=lambda one: one.prediction.forward_s + one.prediction.backward_s))
             continue
         by_layer = dict(enumerate(modes, first))
-        choices = "none" if len(twins) >= MAX_FREE_TWINS else "all" if search.small else "weights"
         question = (
             *(first, end, offset, shape, row.submesh.roles, m, flight, ways, states[0], states[-1], best.schedule),
-            *(tuple(by_layer.items()), frozenset(labels.items()), choices),
+            *(tuple(by_layer.items()), frozenset(labels.items())),
         )
         answers = search.solved_stages.setdefault(question, [])
         part = _answer(answers, limit)
         if part is None:
             part = solve_stage(
-                stage_context(search, best, graph, index, choices),
+                stage_context(search, best, graph, index),
                 (first, end),
                 (states[0], states[-1]),
                 labels,
@@ -225,6 +221,7 @@ def solve_stages(
                 limit,
                 FRAMEWORK_BYTES[cluster.device(offset).kind],
                 wire,
+                search.small,
             )
             answers.append((limit, part))
         known.setdefault(key, []).append((first, limit, part))
@@ -236,14 +233,14 @@ def solve_stages(
     return [merge_chunks(some) for some in grouped]
 
 
-def stage_context(search: SearchState, best: Candidate, graph: Graph, index: int, choices: str) -> StageContext:
-    """The context of the chunk at ``index`` of a candidate. graph: that of a microbatch; choices: those left open."""
+def stage_context(search: SearchState, best: Candidate, graph: Graph, index: int) -> StageContext:
+    """The context of the chunk at ``index`` of a candidate. graph: that of a microbatch."""
     stage, row = best.pipeline.stages[index], best.rows[index]
     _, modes, _ = row.choices(stage.first_layer, stage.end_layer)
     recompute = recompute_of(graph, search.layering, dict(enumerate(modes, stage.first_layer)), best.schedule)
     pricer = search.pricer(stage.device_offset, row.submesh.shape)
     restriction = search.restriction(row.submesh.roles)
-    return StageContext(graph, search.layering, pricer, best.microbatches, restriction, recompute, choices)
+    return StageContext(graph, search.layering, pricer, best.microbatches, restriction, recompute)
 
 
 def _answer(answers: Sequence[tuple[float, SolvedStage]], limit: float) -> SolvedStage | None:

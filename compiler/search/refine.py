@@ -188,7 +188,7 @@ def _fastest_stages(
     search: SearchState, candidate: Candidate, graph: Graph, index: int, part: SolvedStage
 ) -> Iterator[SolvedStage]:
     """Yield the stage ``part`` of a candidate with other choices, the fastest by their problem first."""
-    context = stage_context(search, candidate, graph, index, "all")
+    context = stage_context(search, candidate, graph, index)
     stage, row = candidate.pipeline.stages[index], candidate.rows[index]
     layers = (stage.first_layer, stage.end_layer)
     _, _, states = row.choices(*layers)
