@@ -22,6 +22,8 @@ some time group k holds h_c microbatches of each of its chunks, so that Σ (r_c 
 
     T_k ≥ Σ_{c ∈ D_k} (pace_c + θ_c (value_c − pace_c)) − λ M
 
+The least seconds of everything that follows on each other in the schedule are a bound, too (``played_bound``).
+
 W is that of ``regular_solver``. ``case_bounds`` are on all cuts, the bounds of ``regular_solver`` on the cuts that are
 tried. Under zb-h1 ``case_bounds`` also have W on t without the gradients of weights.
 """
@@ -80,7 +82,8 @@ class MeshTable:
     of layers takes beside at some time, whatever is chosen; actions_s: the part of each pace that a stage takes once,
     where all else is a sum over its layers, so that levels may be mixed (None: they may not). with_step: the least of
     the seconds with the work per step, divided by the microbatches, whatever the bytes (None: not known); overlap: the
-    most of a microbatch's backward that work per step may run beside.
+    most of a microbatch's backward that work per step may run beside. entry, behind: by site and border, the least
+    seconds of a message ahead and of one back.
     """
 
     table: PipelineTable
@@ -99,6 +102,8 @@ class MeshTable:
     actions_s: float | None = None
     with_step: Floats | None = None  # [L, L + 1]
     overlap: float = 0.0
+    entry: Floats | None = None  # [sites, L + 1], as ``behind``
+    behind: Floats | None = None
 
     def pace_of(self, parts: Parts) -> float:
         """Seconds per microbatch of a chunk."""
@@ -130,6 +135,17 @@ class MeshTable:
             ahead, back = self.table.entry_s[before, *other[1:]], self.table.transfer_s[behind, *one[1:]]
             found.append((float(ahead), float(back)))
         return found
+
+    def least_messages(self, cuts: Sequence[int], groups: Sequence[int]) -> tuple[list[float], list[float]]:
+        """The least seconds of a message ahead and of one back across each border between chunks of these groups."""
+        ahead, back = [0.0] * (len(groups) - 1), [0.0] * (len(groups) - 1)
+        for n, (border, (a, b)) in enumerate(zip(cuts[1:-1], pairwise(groups))):
+            if a != b and self.entry is not None and self.behind is not None:
+                inside = self.hosts[a] == self.hosts[b]
+                for found, least, side in ((ahead, self.entry, 0), (back, self.behind, 1)):
+                    sites = [site for site, near in enumerate(self.near) if near[side] == inside]
+                    found[n] = float(least[sites or slice(None), border].min())
+        return ahead, back
 
     def _option(self, option: int, side: int, inside: bool) -> int:
         """The option of the same level whose messages to one side are priced so; the option itself if there is none."""

@@ -33,32 +33,45 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from .families import in_flight_formula, virtual_order
+from .families import generate, in_flight_formula, virtual_order
 from .recurrence import fill_share
 from .regular import MeshTable, Parts, PipelineCase, allowed_runs, dual_levels, in_flight_by_chunk, least_paths
+from .simulate import longest_path
 from .table import Floats, Mix, Pipeline, StageChoice, StageConstraints
 
-__all__ = ["RegularAnswer", "close_bound", "solve_case"]
+__all__ = ["RegularAnswer", "close_bound", "played_bound", "solve_case"]
 
 _MOST_MIXED = 1.2  # of a case's bound: stages that take longer are not mixed
 _ROUNDS = 3  # times that the layers are divided again for other levels
+_MOST_PLAYED = 60_000  # actions of the largest schedule that is played for a bound
 _TIE = 1e-9  # of a case's seconds: what an uneven division is worth where W is the same
 
 
 @dataclass(frozen=True)
 class RegularAnswer:
     """The best pipelines of a case (none if nothing fits by the table), a bound on those with the cuts that were looked
-    at, and the mixes in them, which are numbered as options behind those of the table."""
+    at, and the mixes in them, which are numbered as options behind those of the table. divisions: these cuts, into
+    several chunks per group."""
 
     pipelines: tuple[Pipeline, ...]
     bound_s: float
     mixes: tuple[Mix, ...] = ()
+    divisions: tuple[tuple[int, ...], ...] = ()
 
 
 def close_bound(mesh: MeshTable, m: int, case: PipelineCase, constraints: StageConstraints) -> float:
     """A closer bound on a case with several chunks per group: on the divisions that are looked at."""
     solver = _Solver(mesh, m, case, allowed_runs(mesh.pace, constraints))
     return min((solver.bound(cuts) for cuts in solver.divisions), default=inf)
+
+
+def played_bound(
+    mesh: MeshTable, m: int, case: PipelineCase, constraints: StageConstraints, divisions: Sequence[Sequence[int]]
+) -> float:
+    """A bound on the pipelines of a case with one of these divisions into several chunks per group, by the longest path
+    through its schedule where that is more than the work of a group."""
+    solver = _Solver(mesh, m, case, allowed_runs(mesh.pace, constraints))
+    return min((max(solver.bound(cuts), solver.played(cuts)) for cuts in divisions), default=inf)
 
 
 def solve_case(mesh: MeshTable, m: int, case: PipelineCase, constraints: StageConstraints) -> RegularAnswer:
@@ -191,11 +204,11 @@ class _Solver:
     def chunked(self) -> RegularAnswer:
         """The fastest pipeline of the divisions."""
         best: Pipeline | None = None
-        bound_s = inf
+        looked_at: dict[tuple[int, ...], float] = {}
         for division in self.divisions:
             cuts, before_s = division, inf
             for _ in range(_ROUNDS):
-                bound_s = min(bound_s, self.bound(cuts))
+                looked_at[cuts] = self.bound(cuts)
                 levels, fits = self._levels(cuts)
                 chunks = self._mixed(cuts, levels) if fits else self._whole(cuts, levels)
                 found = self._pipeline(chunks) if fits else None
@@ -205,7 +218,8 @@ class _Solver:
                 if again is None or again == cuts or (found is not None and found.estimate_s > before_s):
                     break
                 cuts, before_s = again, found.estimate_s if found is not None else before_s
-        return RegularAnswer((best,) if best is not None else (), bound_s, tuple(self.mixes))
+        bound_s = min(looked_at.values(), default=inf)
+        return RegularAnswer((best,) if best is not None else (), bound_s, tuple(self.mixes), tuple(looked_at))
 
     def _divided_again(self, chunks: Sequence[Parts]) -> tuple[int, ...] | None:
         """An even division by the seconds of the table at the levels of each chunk; of a mix, in their proportion."""
@@ -366,6 +380,36 @@ class _Solver:
             if self.case.schedule == "interleaved":
                 before += float(pace[0])
         return bound
+
+    def played(self, cuts: Sequence[int]) -> float:
+        """A lower bound on the makespan of every pipeline with these cuts: the least seconds of the actions and
+        messages on a path through the schedule, the longest one where a third of each pace is forward. 0 if the
+        schedule is too long to be played."""
+        case, mesh, m = self.case, self.mesh, self.m
+        if 2 * m * case.groups * case.chunks > _MOST_PLAYED:
+            return 0.0
+        first, end = np.array(list(pairwise(cuts))).T
+        pace, trip, forward, backward = (one[first, end] for one in (mesh.pace, mesh.trip, mesh.forward, mesh.backward))
+        split = case.schedule.startswith("zb")
+        likely = np.maximum(forward, pace / 3)
+        inputs = np.maximum((trip if split else pace) - likely, 0.0)
+        seconds = {"F": likely, "B": inputs, "I": inputs, "W": np.maximum(pace - likely - inputs, 0.0)}
+        ahead, back = mesh.least_messages(cuts, [group for group, _ in self._places])
+        edges = list(pairwise(range(len(pace))))
+        path = longest_path(
+            generate(case.schedule, case.groups, m, case.chunks),
+            seconds,
+            dict(zip(edges, ahead)),
+            dict(zip(edges, back)),
+        )
+        bound = sum(path["forward", edge] * a + path["backward", edge] * b for edge, a, b in zip(edges, ahead, back))
+        for q in range(len(pace)):
+            f, i, w = path["F", q], path["I" if split else "B", q], path["W", q] if split else inf
+            every = min(f, i, w)  # microbatches all of whose actions are on the path
+            both = min(f, i) - every  # those of which the gradients of weights are not
+            later = min(i, w) - every if split else i - every  # those of which the forward is not
+            bound += every * pace[q] + both * trip[q] + later * backward[q] + (f - every - both) * forward[q]
+        return float(bound)
 
     # -- the figures of a pipeline
 

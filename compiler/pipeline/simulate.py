@@ -12,7 +12,7 @@ stage. An edge between two chunks of one stage is a message as any other, at the
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
@@ -23,7 +23,7 @@ from .families import PIPEDREAM, generate
 from .schedule import Action, Edge, Schedule, chain, checked_edges
 
 __all__ = [
-    "Message", "Simulation", "grid", "legend", "message_times", "simulate", "simulate_steady_state",
+    "Message", "Simulation", "grid", "legend", "longest_path", "message_times", "simulate", "simulate_steady_state",
 ]  # fmt: skip
 
 
@@ -188,6 +188,59 @@ def _clock(
     if stuck:
         raise ScheduleError(f"schedule {schedule.name!r} deadlocks: forever waiting in {', '.join(stuck)}")
     return starts, ends
+
+
+class _Moment(float):
+    """Seconds that remember the latest way to them: ``before``, and what followed on that. A duration is called by
+    ``what``, and follows on nothing."""
+
+    __slots__ = ("before", "what")
+    before: float | None
+    what: object
+
+    @classmethod
+    def lasting(cls, seconds: float, what: object) -> _Moment:
+        """A duration."""
+        made = cls(seconds)
+        made.before, made.what = None, what
+        return made
+
+    def __add__(self, duration: float) -> _Moment:
+        made = _Moment(float.__add__(self, duration))
+        made.before, made.what = self, duration
+        return made
+
+    def __radd__(self, moment: float) -> _Moment:
+        made = _Moment(float.__add__(self, moment))
+        made.before, made.what = moment, self
+        return made
+
+
+def longest_path(
+    schedule: Schedule,
+    seconds: Mapping[str, Sequence[float]],
+    transfers_s: Mapping[Edge, float],
+    backward_transfers_s: Mapping[Edge, float],
+) -> Counter[tuple[str, int | Edge]]:
+    """The actions and messages that follow on each other, and end when ``simulate`` with these seconds does.
+
+    seconds: by kind of action ("F", "B", "I", "W"), per virtual stage. Returned is how many there are of each (kind,
+    virtual stage), ("forward", edge) and ("backward", edge). Their seconds add up to a lower bound of the makespan,
+    also for all other seconds: what follows on what is the schedule's.
+    """
+    works = _works(
+        schedule,
+        {kind: [_Moment.lasting(t, (kind, q)) for q, t in enumerate(some)] for kind, some in seconds.items()},
+        {edge: _Moment.lasting(t, ("forward", edge)) for edge, t in transfers_s.items()},
+        {edge: _Moment.lasting(t, ("backward", edge)) for edge, t in backward_transfers_s.items()},
+    )
+    _, ends = _clock(schedule, works)
+    moment: float | None = max(row[-1] for row in ends if row)
+    path: Counter[tuple[str, int | Edge]] = Counter()
+    while isinstance(moment, _Moment) and isinstance(moment.what, _Moment):
+        path[moment.what.what] += 1  # type: ignore[index]
+        moment = moment.before
+    return path
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from ..pipeline.regular import (
     mesh_bound,
     places,
 )
-from ..pipeline.regular_solver import close_bound, solve_case
+from ..pipeline.regular_solver import close_bound, played_bound, solve_case
 from ..pipeline.stage_dp import bound_of
 from ..pipeline.table import PipelineTable
 from .lower_bounds import LARGEST_MULTIPLIER, NO_MULTIPLIER
@@ -83,12 +83,13 @@ class _Waiting:
 @dataclass(order=True, frozen=True)
 class _SolvedBound:
     """The bound on a case that was solved. most_s: the clock of its fastest pipeline, until ``_path_bound`` lifted the
-    bound; None if it cannot."""
+    bound; None if it cannot. divisions: those into several chunks per group that were looked at."""
 
     bound_s: float
     number: int
     waiting: _Waiting = field(compare=False)
     most_s: float | None = field(compare=False)
+    divisions: Sequence[Sequence[int]] = field(compare=False, default=())
 
 
 class RegularSearch:
@@ -123,7 +124,7 @@ class RegularSearch:
         while self._solved_bounds and (least := self._solved_bounds[0]).bound_s < left_s:
             if least.most_s is None or self.search.cut_short:
                 return least.bound_s
-            bound_s = max(least.bound_s, self._path_bound(least.waiting, least.most_s))
+            bound_s = max(least.bound_s, self._path_bound(least, least.most_s))
             heapreplace(self._solved_bounds, replace(least, bound_s=bound_s, most_s=None))
         return left_s
 
@@ -236,16 +237,22 @@ class RegularSearch:
         ]
         if found:
             bound_s = max(waiting.bound_s, self._true_bound(waiting.m, answer.bound_s))
-            has_path = waiting.case.chunks == 1 < waiting.case.groups and schedule != PIPEDREAM
+            has_path = waiting.case.groups > 1 and schedule != PIPEDREAM
             most_s = min(one.clock_s for one in found) if has_path else None
-            heappush(self._solved_bounds, _SolvedBound(bound_s, len(self._solved_bounds), waiting, most_s))
+            heappush(
+                self._solved_bounds, _SolvedBound(bound_s, len(self._solved_bounds), waiting, most_s, answer.divisions)
+            )
         return found
 
-    def _path_bound(self, waiting: _Waiting, most_s: float) -> float:
-        """The bound on a case with one chunk per group that follows from the ways of microbatches there and back, with
-        their messages (``pipeline/bounds``)."""
-        tables, case, m = self.tables, waiting.case, waiting.m
+    def _path_bound(self, solved: _SolvedBound, most_s: float) -> float:
+        """The bound on a case that follows from the ways of microbatches there and back, with their messages: of all
+        cuts (``pipeline/bounds``), or of the divisions into several chunks."""
+        tables, waiting = self.tables, solved.waiting
+        case, m = waiting.case, waiting.m
         assert case is not None
+        if case.chunks > 1:
+            mesh = self._bounds[m, waiting.mesh]
+            return self._true_bound(m, played_bound(mesh, m, case, tables.cuts, solved.divisions))
         levels = [*self._bound_levels(m, self._grid(m, waiting.mesh)), self._trip_level(m)]
         cuts = replace(tables.cuts, stages=(case.groups, case.groups))
         floors = tables.lower_bounds_of(m, levels, self.meshes[waiting.mesh])
@@ -411,12 +418,13 @@ class RegularSearch:
         value, whole = np.array(values).reshape(shape), not self._overlaps(m)
         actions_s = tables.group(sub).actions(sub, m)
         forward, backward = tables.least_phases(sub, m)
+        ends = np.stack([tables.least_messages(one, m) for one in sites], axis=1)
         with_step = None
         if not whole and PIPEDREAM not in self.search.space.schedules:  # whose steps run into each other
             with_step = tables.lower_bound(sub, m, tables.level(m, *NO_MULTIPLIER))
         return MeshTable(
             table, len(sites), pace, value, byte, saved, trip, forward, backward, peak, near, hosts, whole, actions_s,
-            with_step, max_overlap(cluster),
+            with_step, max_overlap(cluster), *ends,
         )  # fmt: skip
 
     def _levels_for(self, waiting: _Waiting) -> list[int]:

@@ -80,6 +80,8 @@ def mesh_table(rng: np.random.Generator, layers: int, groups: int, levels: int, 
         table, len(near), pace.min(axis=0), value, np.array([byte for byte, _ in prices]),
         np.array([more for _, more in prices]), trip, *phases, peak, near,
         [int(k >= first_host) for k in range(groups)], whole, None, None if whole else (pace + step / m).min(axis=0),
+        entry=np.array([np.append(one.min(axis=(0, 2)), 0.0) for one in entry]),
+        behind=np.array([one.min(axis=(0, 1)) for one in transfer]),
     )  # fmt: skip
 
 

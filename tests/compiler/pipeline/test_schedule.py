@@ -1,5 +1,6 @@
 """Schedules: what holds for every family, broken ones, the clock, text and picture."""
 
+import random
 from dataclasses import replace
 from itertools import combinations, pairwise
 
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from meshwright.compiler.errors import ScheduleError
 from meshwright.compiler.pipeline.families import generate, in_flight_formula, known_schedules
 from meshwright.compiler.pipeline.schedule import Action, Schedule, in_flight, parse, parse_action, problems, validate
-from meshwright.compiler.pipeline.simulate import grid, legend, simulate
+from meshwright.compiler.pipeline.simulate import grid, legend, longest_path, simulate
 
 SIZES = {"p": st.integers(1, 8), "m": st.integers(1, 20), "name": st.sampled_from(known_schedules())}
 WHOLE = {**SIZES, "name": st.sampled_from(("gpipe", "1f1b"))}  # one chunk per stage, whole backwards
@@ -235,3 +236,29 @@ def test_a_long_schedule_keeps_both_ends():
     assert all("…" in line for line in lines)
     assert lines[0].startswith("stage 0 0123·")
     assert lines[0].endswith("·₉₉")
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2)])
+def test_the_longest_path_takes_the_makespan_and_bounds_others(name, chunks):
+    draw, schedule = random.Random(name), generate(name, 3, 7, chunks if chunks > 1 else None)
+    num = schedule.num_virtual
+
+    def seconds():
+        f, i, w = ([draw.uniform(0.1, 2.0) for _ in range(num)] for _ in range(3))
+        ahead, back = ({edge: draw.uniform(0.0, 1.0) for edge in pairwise(range(num))} for _ in range(2))
+        backward = [one + other for one, other in zip(i, w)]
+        makespan = simulate(schedule, f, backward, ahead, None, back, w).makespan_s
+        return {"F": f, "B": backward, "I": i, "W": w}, ahead, back, makespan
+
+    for _ in range(5):
+        of, ahead, back, makespan = seconds()
+        path = longest_path(schedule, of, ahead, back)
+        for of, ahead, back, least in ((of, ahead, back, makespan), (*seconds()[:3], None)):
+            every = {(kind, q): t for kind, some in of.items() for q, t in enumerate(some)}
+            every |= {("forward", edge): t for edge, t in ahead.items()}
+            every |= {("backward", edge): t for edge, t in back.items()}
+            found = sum(number * every[what] for what, number in path.items())
+            if least is not None:
+                assert found == pytest.approx(least)
+            else:
+                assert found <= simulate(schedule, of["F"], of["B"], ahead, None, back, of["W"]).makespan_s * (1 + 1e-9)
