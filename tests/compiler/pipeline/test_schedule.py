@@ -246,19 +246,20 @@ def test_the_longest_path_takes_the_makespan_and_bounds_others(name, chunks):
     def seconds():
         f, i, w = ([draw.uniform(0.1, 2.0) for _ in range(num)] for _ in range(3))
         ahead, back = ({edge: draw.uniform(0.0, 1.0) for edge in pairwise(range(num))} for _ in range(2))
-        backward = [one + other for one, other in zip(i, w)]
-        makespan = simulate(schedule, f, backward, ahead, None, back, w).makespan_s
-        return {"F": f, "B": backward, "I": i, "W": w}, ahead, back, makespan
+        return {"F": f, "B": [one + other for one, other in zip(i, w)], "I": i, "W": w}, ahead, back
+
+    def makespan(of, ahead, back):
+        return simulate(schedule, of["F"], of["B"], ahead, None, back, of["W"]).makespan_s
+
+    def along(path, of, ahead, back):
+        every = {(kind, q): t for kind, some in of.items() for q, t in enumerate(some)}
+        every |= {("forward", edge): t for edge, t in ahead.items()} | {
+            ("backward", edge): t for edge, t in back.items()
+        }
+        return sum(number * every[what] for what, number in path.items())
 
     for _ in range(5):
-        of, ahead, back, makespan = seconds()
-        path = longest_path(schedule, of, ahead, back)
-        for of, ahead, back, least in ((of, ahead, back, makespan), (*seconds()[:3], None)):
-            every = {(kind, q): t for kind, some in of.items() for q, t in enumerate(some)}
-            every |= {("forward", edge): t for edge, t in ahead.items()}
-            every |= {("backward", edge): t for edge, t in back.items()}
-            found = sum(number * every[what] for what, number in path.items())
-            if least is not None:
-                assert found == pytest.approx(least)
-            else:
-                assert found <= simulate(schedule, of["F"], of["B"], ahead, None, back, of["W"]).makespan_s * (1 + 1e-9)
+        first, other = seconds(), seconds()
+        path = longest_path(schedule, *first)
+        assert along(path, *first) == pytest.approx(makespan(*first))
+        assert along(path, *other) <= makespan(*other) * (1 + 1e-9)
