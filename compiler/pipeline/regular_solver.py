@@ -407,7 +407,7 @@ class _Solver:
             f, i, w = path["F", q], path["I" if split else "B", q], path["W", q] if split else inf
             every = min(f, i, w)  # microbatches all of whose actions are on the path
             both = min(f, i) - every  # those of which the gradients of weights are not
-            later = min(i, w) - every if split else i - every  # those of which the forward is not
+            later = min(i, w) - every  # those of which the forward is not
             bound += every * pace[q] + both * trip[q] + later * backward[q] + (f - every - both) * forward[q]
         return float(bound)
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from statistics import median
+from typing import Any
 
 from ..errors import ScheduleError
 from .families import PIPEDREAM, generate
@@ -196,10 +197,10 @@ class _Moment(float):
 
     __slots__ = ("before", "what")
     before: float | None
-    what: object
+    what: Any
 
     @classmethod
-    def lasting(cls, seconds: float, what: object) -> _Moment:
+    def lasting(cls, seconds: float, what: Any) -> _Moment:
         """A duration."""
         made = cls(seconds)
         made.before, made.what = None, what
@@ -237,8 +238,8 @@ def longest_path(
     _, ends = _clock(schedule, works)
     moment: float | None = max(row[-1] for row in ends if row)
     path: Counter[tuple[str, int | Edge]] = Counter()
-    while isinstance(moment, _Moment) and isinstance(moment.what, _Moment):
-        path[moment.what.what] += 1  # type: ignore[index]
+    while isinstance(moment, _Moment):
+        path[moment.what.what] += 1
         moment = moment.before
     return path
 

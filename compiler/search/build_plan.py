@@ -213,7 +213,7 @@ def solve_stages(
         part = _answer(answers, limit)
         if part is None:
             part = solve_stage(
-                stage_context(search, best, graph, index),
+                stage_context(search, best, graph, index, modes),
                 (first, end),
                 (states[0], states[-1]),
                 labels,
@@ -233,10 +233,9 @@ def solve_stages(
     return [merge_chunks(some) for some in grouped]
 
 
-def stage_context(search: SearchState, best: Candidate, graph: Graph, index: int) -> StageContext:
-    """The context of the chunk at ``index`` of a candidate. graph: that of a microbatch."""
+def stage_context(search: SearchState, best: Candidate, graph: Graph, index: int, modes: Sequence[str]) -> StageContext:
+    """The context of the chunk at ``index`` of a candidate. graph: that of a microbatch; modes: of its layers."""
     stage, row = best.pipeline.stages[index], best.rows[index]
-    _, modes, _ = row.choices(stage.first_layer, stage.end_layer)
     recompute = recompute_of(graph, search.layering, dict(enumerate(modes, stage.first_layer)), best.schedule)
     pricer = search.pricer(stage.device_offset, row.submesh.shape)
     restriction = search.restriction(row.submesh.roles)

@@ -188,10 +188,10 @@ def _fastest_stages(
     search: SearchState, candidate: Candidate, graph: Graph, index: int, part: SolvedStage
 ) -> Iterator[SolvedStage]:
     """Yield the stage ``part`` of a candidate with other choices, the fastest by their problem first."""
-    context = stage_context(search, candidate, graph, index)
     stage, row = candidate.pipeline.stages[index], candidate.rows[index]
     layers = (stage.first_layer, stage.end_layer)
-    _, _, states = row.choices(*layers)
+    _, modes, states = row.choices(*layers)
+    context = stage_context(search, candidate, graph, index, modes)
     section = stage_section(context, layers, (states[0], states[-1]))
     framework = part.prediction.memory_bytes["framework"]
     for chosen in fastest_choices(section.problem(part.in_flight)):

@@ -124,7 +124,7 @@ class RegularSearch:
         while self._solved_bounds and (least := self._solved_bounds[0]).bound_s < left_s:
             if least.most_s is None or self.search.cut_short:
                 return least.bound_s
-            bound_s = max(least.bound_s, self._path_bound(least, least.most_s))
+            bound_s = max(least.bound_s, self._path_bound(least))
             heapreplace(self._solved_bounds, replace(least, bound_s=bound_s, most_s=None))
         return left_s
 
@@ -244,14 +244,16 @@ class RegularSearch:
             )
         return found
 
-    def _path_bound(self, solved: _SolvedBound, most_s: float) -> float:
+    def _path_bound(self, solved: _SolvedBound) -> float:
         """The bound on a case that follows from the ways of microbatches there and back, with their messages: of all
         cuts (``pipeline/bounds``), or of the divisions into several chunks."""
-        tables, waiting = self.tables, solved.waiting
+        tables, waiting, most_s = self.tables, solved.waiting, solved.most_s
         case, m = waiting.case, waiting.m
         assert case is not None
+        assert most_s is not None
         if case.chunks > 1:
-            mesh = self._bounds[m, waiting.mesh]
+            entry, behind = np.stack([tables.least_messages(one, m) for one in self.meshes[waiting.mesh]], axis=1)
+            mesh = replace(self._bounds[m, waiting.mesh], entry=entry, behind=behind)
             return self._true_bound(m, played_bound(mesh, m, case, tables.cuts, solved.divisions))
         levels = [*self._bound_levels(m, self._grid(m, waiting.mesh)), self._trip_level(m)]
         cuts = replace(tables.cuts, stages=(case.groups, case.groups))
@@ -418,13 +420,12 @@ class RegularSearch:
         value, whole = np.array(values).reshape(shape), not self._overlaps(m)
         actions_s = tables.group(sub).actions(sub, m)
         forward, backward = tables.least_phases(sub, m)
-        ends = np.stack([tables.least_messages(one, m) for one in sites], axis=1)
         with_step = None
         if not whole and PIPEDREAM not in self.search.space.schedules:  # whose steps run into each other
             with_step = tables.lower_bound(sub, m, tables.level(m, *NO_MULTIPLIER))
         return MeshTable(
             table, len(sites), pace, value, byte, saved, trip, forward, backward, peak, near, hosts, whole, actions_s,
-            with_step, max_overlap(cluster), *ends,
+            with_step, max_overlap(cluster),
         )  # fmt: skip
 
     def _levels_for(self, waiting: _Waiting) -> list[int]:
