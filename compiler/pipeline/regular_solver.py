@@ -33,17 +33,18 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from .cutting_planes import least_makespan
 from .families import generate, in_flight_formula, virtual_order
 from .recurrence import fill_share
 from .regular import MeshTable, Parts, PipelineCase, allowed_runs, dual_levels, in_flight_by_chunk, least_paths
-from .simulate import longest_path
 from .table import Floats, Mix, Pipeline, StageChoice, StageConstraints
 
 __all__ = ["RegularAnswer", "close_bound", "played_bound", "solve_case"]
 
 _MOST_MIXED = 1.2  # of a case's bound: stages that take longer are not mixed
 _ROUNDS = 3  # times that the layers are divided again for other levels
-_MOST_PLAYED = 60_000  # actions of the largest schedule that is played for a bound
+_MOST_PLAYED = 200_000  # actions that are played for a bound
+_MOST_ROUNDS = 50  # times that a schedule is played
 _TIE = 1e-9  # of a case's seconds: what an uneven division is worth where W is the same
 
 
@@ -68,8 +69,8 @@ def close_bound(mesh: MeshTable, m: int, case: PipelineCase, constraints: StageC
 def played_bound(
     mesh: MeshTable, m: int, case: PipelineCase, constraints: StageConstraints, divisions: Sequence[Sequence[int]]
 ) -> float:
-    """A bound on the pipelines of a case with one of these divisions into several chunks per group, by the longest path
-    through its schedule where that is more than the work of a group."""
+    """A bound on the pipelines of a case with one of these divisions into several chunks per group, by the work
+    of its groups and by the paths through its schedule (``cutting_planes``)."""
     solver = _Solver(mesh, m, case, allowed_runs(mesh.pace, constraints))
     return min((max(solver.bound(cuts), solver.played(cuts)) for cuts in divisions), default=inf)
 
@@ -361,19 +362,10 @@ class _Solver:
 
     def bound(self, cuts: Sequence[int]) -> float:
         """A lower bound on the makespan of every pipeline with these cuts."""
-        mesh, at, bound, before, ahead = self.mesh, self._ranges(cuts), 0.0, 0.0, 0.0
-        work = mesh.least_work(self.m)
-        ratio = mesh.byte / np.where(mesh.saved_byte > 0, mesh.saved_byte, 1.0)
-        for k in range(self.case.groups):
-            first, end = at[k].T
+        mesh, work, bound, before, ahead = self.mesh, self.mesh.least_work(self.m), 0.0, 0.0, 0.0
+        for load, chunks in zip(self._least_loads(cuts), self._ranges(cuts)):
+            first, end = chunks.T
             pace = mesh.pace[first, end]
-            gain = np.maximum(mesh.value[:, first, end] - pace, 0.0)  # [levels, chunks]
-            theta = np.minimum(1.0, ratio[:, None, None] * self._flights[k])  # [levels, times, chunks]
-            room = mesh.limits(k)[1] - float(mesh.peak[first, end].max())
-            if room < 0:
-                return inf
-            loads = (theta * gain[:, None]).sum(axis=2).max(axis=1) - mesh.byte * room
-            load = float(pace.sum() + max(float(loads.max()), 0.0))
             bound = max(bound, ahead + max(self.m * load, float(work[first, end].sum())))
             bound = max(bound, before + self.m * (float(pace.sum()) if mesh.whole else load))
             ahead += float(mesh.forward[first[0], end[0]])
@@ -381,35 +373,51 @@ class _Solver:
                 before += float(pace[0])
         return bound
 
+    def _least_loads(self, cuts: Sequence[int]) -> list[float]:
+        """By group, the least seconds per microbatch of its chunks within its memory; inf if they never fit."""
+        mesh, found = self.mesh, list[float]()
+        ratio = mesh.byte / np.where(mesh.saved_byte > 0, mesh.saved_byte, 1.0)
+        for k, chunks in enumerate(self._ranges(cuts)):
+            first, end = chunks.T
+            pace = mesh.pace[first, end]
+            gain = np.maximum(mesh.value[:, first, end] - pace, 0.0)  # [levels, chunks]
+            theta = np.minimum(1.0, ratio[:, None, None] * self._flights[k])  # [levels, times, chunks]
+            room = mesh.limits(k)[1] - float(mesh.peak[first, end].max())
+            loads = (theta * gain[:, None]).sum(axis=2).max(axis=1) - mesh.byte * room
+            found.append(float(pace.sum() + max(float(loads.max()), 0.0)) if room >= 0 else inf)
+        return found
+
     def played(self, cuts: Sequence[int]) -> float:
-        """A lower bound on the makespan of every pipeline with these cuts: the least seconds of the actions and
-        messages on a path through the schedule, the longest one where a third of each pace is forward. 0 if the
+        """A lower bound on the makespan of every pipeline with these cuts by the paths through its schedule; 0 if the
         schedule is too long to be played."""
-        case, mesh, m = self.case, self.mesh, self.m
-        if 2 * m * case.groups * case.chunks > _MOST_PLAYED:
+        case, mesh, m, loads = self.case, self.mesh, self.m, np.array(self._least_loads(cuts))
+        rounds = min(_MOST_ROUNDS, _MOST_PLAYED // (2 * m * case.groups * case.chunks))
+        if not rounds or not np.isfinite(loads).all():
             return 0.0
-        first, end = np.array(list(pairwise(cuts))).T
-        pace, trip, forward, backward = (one[first, end] for one in (mesh.pace, mesh.trip, mesh.forward, mesh.backward))
-        split = case.schedule.startswith("zb")
-        likely = np.maximum(forward, pace / 3)
-        inputs = np.maximum((trip if split else pace) - likely, 0.0)
-        seconds = {"F": likely, "B": inputs, "I": inputs, "W": np.maximum(pace - likely - inputs, 0.0)}
-        ahead, back = mesh.least_messages(cuts, [group for group, _ in self._places])
-        edges = list(pairwise(range(len(pace))))
-        path = longest_path(
-            generate(case.schedule, case.groups, m, case.chunks),
-            seconds,
-            dict(zip(edges, ahead)),
-            dict(zip(edges, back)),
+        first, last = np.array(list(pairwise(cuts))).T
+        pace, trip, forward, backward = (
+            one[first, last] for one in (mesh.pace, mesh.trip, mesh.forward, mesh.backward)
         )
-        bound = sum(path["forward", edge] * a + path["backward", edge] * b for edge, a, b in zip(edges, ahead, back))
-        for q in range(len(pace)):
-            f, i, w = path["F", q], path["I" if split else "B", q], path["W", q] if split else inf
-            every = min(f, i, w)  # microbatches all of whose actions are on the path
-            both = min(f, i) - every  # those of which the gradients of weights are not
-            later = min(i, w) - every  # those of which the forward is not
-            bound += every * pace[q] + both * trip[q] + later * backward[q] + (f - every - both) * forward[q]
-        return float(bound)
+        if case.schedule.startswith("zb"):
+            kinds, known = "FIW", {"F": forward, "FI": trip, "IW": backward, "FIW": pace}
+        else:
+            kinds, known = "FB", {"F": forward, "B": backward, "FB": pace}
+        groups = [group for group, _ in self._places]
+        rows = [np.kron([[kind in some for kind in kinds]], np.eye(len(pace))) for some in known]
+        least = list(known.values())
+        if not mesh.whole:
+            rows.append(np.tile(np.eye(case.groups)[:, groups], len(kinds)))
+            least.append(loads)
+        likely = [np.maximum(pace / len(kinds), known.get(kind, 0.0 * pace)) for kind in kinds]
+        return least_makespan(
+            generate(case.schedule, case.groups, m, case.chunks),
+            kinds,
+            np.concatenate(likely),
+            np.concatenate(rows),
+            np.concatenate(least),
+            *mesh.least_messages(cuts, groups),
+            rounds,
+        )
 
     # -- the figures of a pipeline
 

@@ -35,7 +35,7 @@ __all__ = ["LARGEST_MULTIPLIER", "NO_MULTIPLIER", "RowGroup", "SearchBounds", "r
 # time per its memory.
 NO_MULTIPLIER = (0.0, 0.0)
 LARGEST_MULTIPLIER = (1e4, 2.0)
-LEAN_MULTIPLIERS = ((0.12, 1.0), (0.12, 4.0), (0.12, 16.0), (0.5, 1.0))
+LEAN_MULTIPLIERS = ((0.12, 1.0), (0.3, 2.0), (0.12, 4.0), (0.12, 16.0), (0.5, 1.0))
 MULTIPLIER_OCTAVES = 0.25  # multipliers are rounded to powers of 2 so far apart, so that similar requests share rows
 LARGEST_OCTAVES = 8.0  # the same for the largest multiplier
 SPARE_FULLNESS = 0.15  # of the memory: if the leanest strategies take less, no multiplier is needed
