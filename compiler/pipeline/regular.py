@@ -30,9 +30,9 @@ tried. Under zb-h1 ``case_bounds`` also have W on t without the gradients of wei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property, lru_cache
 from itertools import pairwise
 from math import inf
 
@@ -46,7 +46,6 @@ __all__ = [
     "MeshTable",
     "Parts",
     "PipelineCase",
-    "allowed_runs",
     "case_bounds",
     "dual_levels",
     "groups_that_fit",
@@ -82,8 +81,8 @@ class MeshTable:
     of layers takes beside at some time, whatever is chosen; actions_s: the part of each pace that a stage takes once,
     where all else is a sum over its layers, so that levels may be mixed (None: they may not). with_step: the least of
     the seconds with the work per step, divided by the microbatches, whatever the bytes (None: not known); overlap: the
-    most of a microbatch's backward that work per step may run beside. entry, behind: by site and border, the least
-    seconds of a message ahead and of one back.
+    most of a microbatch's backward that work per step may run beside. constraints: on the cuts. entry, behind: by site
+    and border, the least seconds of a message ahead and of one back.
     """
 
     table: PipelineTable
@@ -102,6 +101,7 @@ class MeshTable:
     actions_s: float | None = None
     with_step: Floats | None = None  # [L, L + 1]
     overlap: float = 0.0
+    constraints: StageConstraints = field(default_factory=StageConstraints)
     entry: Floats | None = None  # [sites, L + 1], as ``behind``
     behind: Floats | None = None
 
@@ -154,6 +154,17 @@ class MeshTable:
         return level * self.sites + next((one for one in sites if self.near[one][side] == inside), site)
 
     @cached_property
+    def allowed(self) -> NDArray[np.bool_]:
+        """[L, L + 1] the runs of layers that may be chunks."""
+        at = np.indices(self.pace.shape)
+        return np.asarray((at[0] < at[1]) & self.constraints.allowed(at[0], at[1]))
+
+    @cached_property
+    def least_sums(self) -> Floats:
+        """[1 + levels] the least sums of all layers: of ``pace``, and of ``value`` at every level."""
+        return _least_sums(np.where(self.allowed, np.concatenate([self.pace[None], self.value]), inf))
+
+    @cached_property
     def most_bytes(self) -> float:
         """The most bytes that any device has."""
         return max(max(option.limit_bytes, default=0.0) for option in self.table.options)
@@ -169,12 +180,12 @@ class MeshTable:
             return m * self.pace
         return np.maximum(m * self.pace, (m * self.with_step + self.overlap * self.forward) / (1 + self.overlap / m))
 
-    def least_seconds(self, flight: int, allowed: NDArray[np.bool_]) -> Floats:
+    def least_seconds(self, flight: int) -> Floats:
         """[L, L + 1] the least seconds per microbatch of a stage with so many in flight."""
         room = self.most_bytes - self.peak
         prices = np.maximum(self.byte, self.saved_byte / flight)
         bound = np.maximum(self.pace, (self.value - prices[:, None, None] * room).max(axis=0, initial=0.0))
-        return np.where(allowed & (room >= 0), bound, inf)
+        return np.where(self.allowed & (room >= 0), bound, inf)
 
     def limits(self, group: int) -> tuple[float, float]:
         """The least and the most bytes of each device of a group that a level may fill. What the estimates of one
@@ -230,30 +241,25 @@ def representative_microbatches(p: int, m: int) -> int:
 # ---- bounds on all cuts
 
 
-def mesh_bound(mesh: MeshTable, m: int, groups: int, constraints: StageConstraints) -> float:
+def mesh_bound(mesh: MeshTable, m: int, groups: int) -> float:
     """Seconds that no pipeline of at most ``groups`` groups of a mesh undercuts, whatever its cuts and schedule."""
     if (np.diagonal(mesh.peak, 1) > mesh.most_bytes).any():
         return inf
-    allowed = allowed_runs(mesh.pace, constraints)
-    return max(m * _mean_load(mesh, _whole_work(mesh, allowed), groups), _mean_work(mesh, m, allowed) / groups)
+    return max(m * _mean_load(mesh, groups), _mean_work(mesh, m) / groups)
 
 
-def _mean_work(mesh: MeshTable, m: int, allowed: NDArray[np.bool_]) -> float:
+def _mean_work(mesh: MeshTable, m: int) -> float:
     """The least sum of ``least_work`` of all layers; 0 where that says no more than ``_mean_load``."""
     if mesh.with_step is None:
         return 0.0
-    return float(_least_sums(np.where(allowed, mesh.least_work(m), inf)))
+    return float(_least_sums(np.where(mesh.allowed, mesh.least_work(m), inf)))
 
 
-def _whole_work(mesh: MeshTable, allowed: NDArray[np.bool_]) -> Floats:
-    """[1 + levels] the least sums of all layers: of ``pace``, and of ``value`` at every level."""
-    return _least_sums(np.where(allowed, np.concatenate([mesh.pace[None], mesh.value]), inf))
-
-
-def _mean_load(mesh: MeshTable, sums: Floats, groups: int) -> float:
-    """The least mean load of so many groups, with one microbatch in flight, by ``_whole_work``."""
+def _mean_load(mesh: MeshTable, groups: int) -> float:
+    """The least mean load of so many groups, with one microbatch in flight."""
     prices = groups * np.maximum(mesh.byte, mesh.saved_byte)
-    return max(float(sums[0]), float((sums[1:] - mesh.most_bytes * prices).max(initial=0.0))) / groups
+    pace, values = mesh.least_sums[0], mesh.least_sums[1:]
+    return max(float(pace), float((values - mesh.most_bytes * prices).max(initial=0.0))) / groups
 
 
 def _most_groups(cases: Sequence[PipelineCase]) -> dict[str, int]:
@@ -265,53 +271,69 @@ def _most_groups(cases: Sequence[PipelineCase]) -> dict[str, int]:
     return most
 
 
-def least_paths(mesh: MeshTable, m: int, schedule: str, allowed: NDArray[np.bool_], most: int) -> Floats:
-    """[most + 1] the least W of pipelines of so many stages, on lower bounds of these."""
-    layers = len(mesh.pace)
-    fill = 0.0 if schedule.startswith("zb") or schedule == PIPEDREAM else 1.0
-    nothing = np.where(np.arange(layers + 1) == layers, 0.0, inf)
-    rest, rest_of_trip, rest_of_work, paths = nothing, nothing, nothing, np.full(most + 1, inf)
+def least_paths(mesh: MeshTable, m: int, most: Mapping[str, int]) -> dict[str, Floats]:
+    """By schedule, [most + 1] the least W of pipelines of so many stages, on lower bounds of these."""
+    seconds, count = cache(mesh.least_seconds), max(most.values(), default=0)
+    work = np.where(mesh.allowed, mesh.least_work(m), inf)
+    works = [_paths([(work, mesh.forward)] * count)] if mesh.with_step is not None else []  # else heads are no less
     # A microbatch's way there and back, without the gradients of weights where these may wait: nothing but the first
     # stage's work per step follows on it, so values that have more of that in them bound what begins with the forwards
     # before a stage and ends with its own work.
-    trip = np.where(allowed, mesh.trip if fill == 0.0 else mesh.pace, inf)
-    fill = 0.0 if mesh.whole else fill
-    forward = 0.0 if schedule == PIPEDREAM else mesh.forward
-    tails = _least_tails(trip)
-    work = np.where(allowed, mesh.least_work(m), inf)
-    for left in range(1, most + 1):  # of several stages the first holds as many as any that is so far from the end
-        bound = mesh.least_seconds(in_flight_formula(schedule, 0, left, m), allowed)
-        behind = np.maximum(fill * np.where(np.isfinite(bound), bound, 0.0), forward) + rest
-        head, flight = m * bound, in_flight_formula(schedule, 0, left, m)
-        if flight <= m and schedule != PIPEDREAM:
-            head = np.maximum(head, (m - flight + 1) * bound + (flight - 1) * mesh.backward + tails)
-        rest = np.append(np.maximum(head, behind).min(axis=1), inf)
-        paths[left] = rest[0]
-        if mesh.with_step is not None:  # else ``head`` is no less
-            rest_of_work = np.append(np.maximum(work, forward + rest_of_work).min(axis=1), inf)
-            paths[left] = max(paths[left], rest_of_work[0])
-        if schedule != PIPEDREAM:
-            behind = np.where(np.isfinite(trip), trip, 0.0) + rest_of_trip
-            rest_of_trip = np.append(np.maximum(m * trip, behind).min(axis=1), inf)
-            paths[left] = max(paths[left], rest_of_trip[0])
-    return paths
+    ways = {
+        split: np.where(mesh.allowed, mesh.trip if split else mesh.pace, inf) for split in set(map(_is_split, most))
+    }
+    tails = {split: _least_tails(way) for split, way in ways.items()}
+    trips = {split: _paths([(m * way, way)] * count) for split, way in ways.items()}
+
+    def stage(name: str, left: int) -> tuple[Floats, Floats | float]:
+        """The seconds of the first of so many stages, and those that the others wait for it."""
+        flight, split = in_flight_formula(name, 0, left, m), _is_split(name)
+        bound = seconds(flight)  # of several stages the first holds as many as any that is so far from the end
+        if name == PIPEDREAM:
+            return m * bound, 0.0
+        head = m * bound
+        if flight <= m:
+            head = np.maximum(head, (m - flight + 1) * bound + (flight - 1) * mesh.backward + tails[split])
+        return head, mesh.forward if split or mesh.whole else np.maximum(bound, mesh.forward)
+
+    found = {}
+    for name, groups in most.items():
+        found[name] = _paths(stage(name, left) for left in range(1, groups + 1))
+        for least in (trips[_is_split(name)], *works) if name != PIPEDREAM else ():
+            found[name] = np.maximum(found[name], least[: groups + 1])
+    return found
 
 
-def case_bounds(mesh: MeshTable, m: int, cases: Sequence[PipelineCase], constraints: StageConstraints) -> list[float]:
+def _is_split(schedule: str) -> bool:
+    """True if the gradients of weights may wait."""
+    return schedule.startswith("zb")
+
+
+def _paths(stages: Iterable[tuple[Floats, Floats | float]]) -> Floats:
+    """[stages + 1] the least W of so many stages, of [L, L + 1] the seconds of each and those that the others wait for
+    it, from the last stage to the first."""
+    rest, paths = None, [inf]
+    for head, wait in stages:
+        if rest is None:
+            rest = np.where(np.arange(head.shape[1]) == len(head), 0.0, inf)
+        rest = np.append(np.maximum(head, wait + rest).min(axis=1), inf)
+        paths.append(float(rest[0]))
+    return np.array(paths)
+
+
+def case_bounds(mesh: MeshTable, m: int, cases: Sequence[PipelineCase]) -> list[float]:
     """Seconds that no pipeline of each case undercuts, whatever its cuts: with one chunk per group the least W on lower
     bounds of stages, else the mean load or the largest chunk."""
-    allowed = allowed_runs(mesh.pace, constraints)
     count = max((case.groups * case.chunks for case in cases if case.chunks > 1), default=0)
-    slowest = _least_largest(np.where(allowed, mesh.pace, inf), count)
-    once = _least_sums(np.where(allowed, np.stack([mesh.pace, mesh.trip]), inf))  # of one microbatch through all layers
-    trips = {"interleaved": float(once[0]), "zb-v": float(once[1])}
-    work, ends = _whole_work(mesh, allowed), _mean_work(mesh, m, allowed)
-    paths = {name: least_paths(mesh, m, name, allowed, p) for name, p in _most_groups(cases).items()}
+    slowest = _least_largest(np.where(mesh.allowed, mesh.pace, inf), count)
+    trip = float(_least_sums(np.where(mesh.allowed, mesh.trip, inf)))  # of one microbatch through all layers
+    trips = {"interleaved": float(mesh.least_sums[0]), "zb-v": trip}
+    ends, paths = _mean_work(mesh, m), least_paths(mesh, m, _most_groups(cases))
     return [
         float(paths[case.schedule][case.groups])
         if case.chunks == 1
         else max(
-            m * _mean_load(mesh, work, case.groups),
+            m * _mean_load(mesh, case.groups),
             ends / case.groups,
             m * float(slowest[case.groups * case.chunks]),
             trips[case.schedule],
@@ -320,15 +342,14 @@ def case_bounds(mesh: MeshTable, m: int, cases: Sequence[PipelineCase], constrai
     ]
 
 
-def groups_that_fit(mesh: MeshTable, m: int, most: int, constraints: StageConstraints) -> list[int]:
+def groups_that_fit(mesh: MeshTable, m: int, most: int) -> list[int]:
     """The numbers of groups, up to ``most``, of which some pipeline under 1F1B fits by the table: no schedule holds
     less."""
     table, layers = mesh.table, mesh.table.num_layers
-    allowed = allowed_runs(mesh.pace, constraints)
     reached, found = np.arange(layers + 1) == layers, []
     for left in range(1, most + 1):
         held = table.resident + table.transient + in_flight_formula("1f1b", 0, left, m) * table.saved
-        fits = (np.where(np.isfinite(table.pace_s), held, inf) <= mesh.most_bytes).any(axis=0) & allowed
+        fits = (np.where(np.isfinite(table.pace_s), held, inf) <= mesh.most_bytes).any(axis=0) & mesh.allowed
         reached = np.append((fits & reached).any(axis=1), False)
         if reached[0]:
             found.append(left)
@@ -360,10 +381,10 @@ def _least_largest(values: Floats, most: int) -> Floats:
     return out
 
 
-def dual_levels(mesh: MeshTable, m: int, case: PipelineCase, allowed: NDArray[np.bool_]) -> list[int]:
+def dual_levels(mesh: MeshTable, m: int, case: PipelineCase) -> list[int]:
     """The levels at which the bound on an even share of the work is the highest for some group, except those without
     a price of bytes."""
-    sums = _least_sums(np.where(allowed, mesh.value, inf)) / case.groups
+    sums = mesh.least_sums[1:] / case.groups
     found = []
     for k in range(case.groups):
         held = in_flight_formula(case.schedule, k, case.groups, m, case.chunks if case.chunks > 1 else None)
@@ -372,9 +393,3 @@ def dual_levels(mesh: MeshTable, m: int, case: PipelineCase, allowed: NDArray[np
         bounds = [total - most * max(b, s / held) for total, b, s in zip(sums, mesh.byte, mesh.saved_byte)]
         found.append(int(np.argmax(bounds)))
     return [level for level in dict.fromkeys(found) if mesh.byte[level] > 0]
-
-
-def allowed_runs(pace: Floats, constraints: StageConstraints) -> NDArray[np.bool_]:
-    """A mask [L, L + 1] of the runs of layers that may be chunks."""
-    at = np.indices(pace.shape)
-    return np.asarray((at[0] < at[1]) & constraints.allowed(at[0], at[1]))

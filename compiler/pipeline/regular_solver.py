@@ -36,8 +36,8 @@ from numpy.typing import NDArray
 from .cutting_planes import least_makespan
 from .families import generate, in_flight_formula, virtual_order
 from .recurrence import fill_share
-from .regular import MeshTable, Parts, PipelineCase, allowed_runs, dual_levels, in_flight_by_chunk, least_paths
-from .table import Floats, Mix, Pipeline, StageChoice, StageConstraints
+from .regular import MeshTable, Parts, PipelineCase, dual_levels, in_flight_by_chunk, least_paths
+from .table import Floats, Mix, Pipeline, StageChoice
 
 __all__ = ["RegularAnswer", "close_bound", "played_bound", "solve_case"]
 
@@ -60,24 +60,22 @@ class RegularAnswer:
     divisions: tuple[tuple[int, ...], ...] = ()
 
 
-def close_bound(mesh: MeshTable, m: int, case: PipelineCase, constraints: StageConstraints) -> float:
+def close_bound(mesh: MeshTable, m: int, case: PipelineCase) -> float:
     """A closer bound on a case with several chunks per group: on the divisions that are looked at."""
-    solver = _Solver(mesh, m, case, allowed_runs(mesh.pace, constraints))
+    solver = _Solver(mesh, m, case)
     return min((solver.bound(cuts) for cuts in solver.divisions), default=inf)
 
 
-def played_bound(
-    mesh: MeshTable, m: int, case: PipelineCase, constraints: StageConstraints, divisions: Sequence[Sequence[int]]
-) -> float:
+def played_bound(mesh: MeshTable, m: int, case: PipelineCase, divisions: Sequence[Sequence[int]]) -> float:
     """A bound on the pipelines of a case with one of these divisions into several chunks per group, by the work
     of its groups and by the paths through its schedule (``cutting_planes``)."""
-    solver = _Solver(mesh, m, case, allowed_runs(mesh.pace, constraints))
+    solver = _Solver(mesh, m, case)
     return min((max(solver.bound(cuts), solver.played(cuts)) for cuts in divisions), default=inf)
 
 
-def solve_case(mesh: MeshTable, m: int, case: PipelineCase, constraints: StageConstraints) -> RegularAnswer:
+def solve_case(mesh: MeshTable, m: int, case: PipelineCase) -> RegularAnswer:
     """The best pipeline of a case by the estimates of its table, and a bound on the cuts that were looked at."""
-    solver = _Solver(mesh, m, case, allowed_runs(mesh.pace, constraints))
+    solver = _Solver(mesh, m, case)
     return solver.single() if case.chunks == 1 else solver.chunked()
 
 
@@ -108,7 +106,6 @@ class _Solver:
     mesh: MeshTable
     m: int
     case: PipelineCase
-    allowed: NDArray[np.bool_]
     mixes: list[Mix] = field(default_factory=list)
 
     @cached_property
@@ -122,7 +119,7 @@ class _Solver:
         """The cuts and levels of least W, and the least W on lower bounds."""
         p, m, mesh, table = self.case.groups, self.m, self.mesh, self.mesh.table
         layers = table.num_layers
-        low_s = float(least_paths(mesh, m, self.case.schedule, self.allowed, p)[p])
+        low_s = float(least_paths(mesh, m, {self.case.schedule: p})[self.case.schedule][p])
         rest = np.where(np.arange(layers + 1) == layers, 0.0, inf)
         ends, chosen = [], list[_Runs]()
         for k in reversed(range(p)):
@@ -130,7 +127,7 @@ class _Solver:
             q = in_flight_formula(self.case.schedule, k, p, m)
             held = table.resident[options] + table.transient[options] + q * table.saved[options]
             within = held <= mesh.limits(k)[0]
-            fits = within & self.allowed & np.isfinite(table.pace_s[options])
+            fits = within & mesh.allowed & np.isfinite(table.pace_s[options])
             t, once = table.pace_s[options], table.step_s[options]
             x = table.transfer_s[options] + (0.0 if table.entry_s is None else table.entry_s[options])
             head = np.where(fits, m * t + once, inf)
@@ -230,7 +227,7 @@ class _Solver:
             length = parts[-1][2] - parts[0][1]
             key = tuple((option, (j - i) / length) for option, i, j in parts)
             if key not in arrays:
-                arrays[key] = np.where(self.allowed, sum(share * pace[option] for option, share in key), inf)
+                arrays[key] = np.where(self.mesh.allowed, sum(share * pace[option] for option, share in key), inf)
             order.append(arrays[key])
         return _even(order)
 
@@ -301,12 +298,12 @@ class _Solver:
         """Where chunks begin and end: even by the least seconds of chunks, and by these with the bytes that they hold
         at the price at which the groups' memory is worth most."""
         mesh, found = self.mesh, list[tuple[int, ...]]()
-        pace = np.where(self.allowed, mesh.pace, inf)
+        pace = np.where(mesh.allowed, mesh.pace, inf)
         for level in [-1, *self._duals]:
             if level < 0:
                 arrays = dict.fromkeys(self._places, pace)
             else:
-                value, least = (np.where(self.allowed, one, 0.0) for one in (mesh.value[level], mesh.pace))
+                value, least = (np.where(mesh.allowed, one, 0.0) for one in (mesh.value[level], mesh.pace))
                 gain = np.maximum(value - least, 0.0)
                 ratio = mesh.byte[level] / mesh.saved_byte[level]
                 shares = {(k, c): min(1.0, ratio * self._most_held[k][c]) for k, c in self._places}
@@ -319,7 +316,7 @@ class _Solver:
 
     @cached_property
     def _duals(self) -> list[int]:
-        return dual_levels(self.mesh, self.m, self.case, self.allowed)
+        return dual_levels(self.mesh, self.m, self.case)
 
     @cached_property
     def _most_held(self) -> list[NDArray[np.intp]]:

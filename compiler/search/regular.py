@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush, heapreplace, nsmallest
 from math import inf, isfinite
+from operator import attrgetter
 
 import numpy as np
 
@@ -24,7 +25,6 @@ from ..pipeline.families import PIPEDREAM
 from ..pipeline.regular import (
     MeshTable,
     PipelineCase,
-    allowed_runs,
     case_bounds,
     dual_levels,
     groups_that_fit,
@@ -78,6 +78,10 @@ class _Waiting:
     case: PipelineCase | None = field(compare=False, default=None)
     #: how often its first bound, which is cheap, was lifted
     looks: int = field(compare=False, default=0)
+
+
+#: of two waiting, faster than to compare them
+_order = attrgetter("bound_s", "number")
 
 
 @dataclass(order=True, frozen=True)
@@ -177,12 +181,12 @@ class RegularSearch:
                 if isfinite(first.bound_s):
                     heappush(queue, first)
             elif first.case is None and not first.looks:
-                self._lift([first, *nsmallest(LIFTED_AT_ONCE, queue)])
+                self._lift([first, *nsmallest(LIFTED_AT_ONCE, queue, _order)])
                 queue.append(first)
                 heapify(queue)
             elif first.case is None:
                 if (first.m, first.mesh) not in self._bounds:
-                    self._look_ahead([first, *nsmallest(4 * MESHES_AT_ONCE, queue)])
+                    self._look_ahead([first, *nsmallest(4 * MESHES_AT_ONCE, queue, _order)])
                 for case, bound_s in self._case_bounds(first.m, first.mesh, self._cases(first.m, first.mesh)):
                     self._number += 1
                     heappush(queue, _Waiting(max(bound_s, first.bound_s), self._number, first.m, first.mesh, case))
@@ -229,7 +233,7 @@ class RegularSearch:
         assert waiting.case is not None
         self._solved.append(waiting)
         mesh, pairs = self._table(waiting)
-        answer = solve_case(mesh, waiting.m, waiting.case, self.tables.cuts)
+        answer = solve_case(mesh, waiting.m, waiting.case)
         schedule = waiting.case.schedule
         table = mesh.table.with_mixes(answer.mixes, mesh.actions_s or 0.0)
         found = [
@@ -254,7 +258,7 @@ class RegularSearch:
         if case.chunks > 1:
             entry, behind = np.stack([tables.least_messages(one, m) for one in self.meshes[waiting.mesh]], axis=1)
             mesh = replace(self._bounds[m, waiting.mesh], entry=entry, behind=behind)
-            return self._true_bound(m, played_bound(mesh, m, case, tables.cuts, solved.divisions))
+            return self._true_bound(m, played_bound(mesh, m, case, solved.divisions))
         levels = [*self._bound_levels(m, self._grid(m, waiting.mesh)), self._trip_level(m)]
         cuts = replace(tables.cuts, stages=(case.groups, case.groups))
         floors = tables.lower_bounds_of(m, levels, self.meshes[waiting.mesh])
@@ -277,12 +281,12 @@ class RegularSearch:
     def _mesh_bound(self, m: int, g: int, levels: Sequence[int]) -> float:
         """The bound of a mesh and count: the work of all layers on as many groups as there is room for, by their least
         pace and at these levels."""
-        bound_s = mesh_bound(self._lower_bounds(m, g, levels), m, len(self._places[g]), self.tables.cuts)
+        bound_s = mesh_bound(self._lower_bounds(m, g, levels), m, len(self._places[g]))
         return self._true_bound(m, bound_s)
 
     def _case_bounds(self, m: int, g: int, cases: Sequence[PipelineCase]) -> list[tuple[PipelineCase, float]]:
         """Cases of a mesh and count with their bounds, at the multipliers of its lower bounds."""
-        bounds = case_bounds(self._bounds[m, g], m, cases, self.tables.cuts) if cases else []
+        bounds = case_bounds(self._bounds[m, g], m, cases) if cases else []
         return list(zip(cases, [self._true_bound(m, one) for one in bounds]))
 
     def _look_ahead(self, waiting: Sequence[_Waiting]) -> None:
@@ -297,11 +301,12 @@ class RegularSearch:
         assert case is not None
         if waiting.looks == 0:
             if (m, g) not in self._close:
-                near = dict.fromkeys((one.m, one.mesh) for one in [waiting, *nsmallest(4 * MESHES_AT_ONCE, queue)])
+                next_ones = nsmallest(4 * MESHES_AT_ONCE, queue, _order)
+                near = dict.fromkeys((one.m, one.mesh) for one in [waiting, *next_ones])
                 self._find_groups([at for at in near if at in self._bounds and at not in self._able][:MESHES_AT_ONCE])
                 self._close[m, g] = self._close_bounds(m, g)
             return self._close[m, g].get(case, inf)
-        return self._true_bound(m, close_bound(self._bounds[m, g], m, case, self.tables.cuts)) if case.chunks > 1 else 0
+        return self._true_bound(m, close_bound(self._bounds[m, g], m, case)) if case.chunks > 1 else 0
 
     def _close_bounds(self, m: int, g: int) -> dict[PipelineCase, float]:
         """The cases of a mesh with so many groups that anything fits, and their bounds at all multipliers; 0 where
@@ -336,7 +341,7 @@ class RegularSearch:
             self._able[m, g] = []
             if table is not None and most:
                 mesh = replace(self._lower_bounds(m, g, []), table=table)
-                self._able[m, g] = groups_that_fit(mesh, m, most, tables.cuts)
+                self._able[m, g] = groups_that_fit(mesh, m, most)
 
     def _cases(self, m: int, g: int) -> list[PipelineCase]:
         search, space = self.search, self.search.space
@@ -425,7 +430,7 @@ class RegularSearch:
             with_step = tables.lower_bound(sub, m, tables.level(m, *NO_MULTIPLIER))
         return MeshTable(
             table, len(sites), pace, value, byte, saved, trip, forward, backward, peak, near, hosts, whole, actions_s,
-            with_step, max_overlap(cluster),
+            with_step, max_overlap(cluster), tables.cuts,
         )  # fmt: skip
 
     def _levels_for(self, waiting: _Waiting) -> list[int]:
@@ -434,7 +439,7 @@ class RegularSearch:
         m, g, case = waiting.m, waiting.mesh, waiting.case
         assert case is not None
         grid = self._grid(m, g)
-        best = dual_levels(self._bounds[m, g], m, case, allowed_runs(self._bounds[m, g].pace, self.tables.cuts))
+        best = dual_levels(self._bounds[m, g], m, case)
         near = {k for one in best for k in (one - 1, one, one + 1) if 0 < k < len(grid)}
         near |= set(range(len(grid) - 1, 0, -2))  # bounds do not know the bytes of a layer while it runs
         return [self.tables.level(m, *grid[k]) for k in (0, *sorted(near), len(grid) - 1) if k < len(grid)]

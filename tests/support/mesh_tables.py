@@ -11,7 +11,7 @@ import numpy as np
 from meshwright.compiler.pipeline.families import generate, in_flight_formula, virtual_order
 from meshwright.compiler.pipeline.regular import MeshTable, PipelineCase
 from meshwright.compiler.pipeline.simulate import simulate
-from meshwright.compiler.pipeline.table import PipelineTable, StageConstraints, StageOption
+from meshwright.compiler.pipeline.table import PipelineTable, StageOption
 
 __all__ = ["Cells", "Order", "Regular", "at_places", "case_of", "clock", "every_regular", "mesh_table", "peaks"]
 
@@ -140,15 +140,15 @@ def _actions(case: PipelineCase, m: int):
     return generate(case.schedule, case.groups, m, case.chunks if case.chunks > 1 else None).actions
 
 
-def every_regular(mesh: MeshTable, case: PipelineCase, places: Order, m: int, constraints: StageConstraints,
+def every_regular(mesh: MeshTable, case: PipelineCase, places: Order, m: int,
                   only: Sequence[tuple[int, ...]] | None = None) -> Iterator[tuple[Regular, Cells]]:  # fmt: skip
     """All pipelines of a case that fit, with ``at_places`` of each. only: those with these cuts."""
     table, count = mesh.table, len(places)
     divisions = [(0, *inner, table.num_layers) for inner in combinations(range(1, table.num_layers), count - 1)]
     flights = _flights(case, m)
     for cuts in divisions if only is None else only:
-        spans = any(i < cut < j for cut in constraints.boundaries for i, j in pairwise(cuts))
-        if spans or set(cuts) & constraints.forbidden:
+        spans = any(i < cut < j for cut in mesh.constraints.boundaries for i, j in pairwise(cuts))
+        if spans or set(cuts) & mesh.constraints.forbidden:
             continue
         fitting = []  # by group, the levels of its chunks that fit
         for k in range(case.groups):

@@ -12,9 +12,8 @@ from meshwright.compiler.pipeline.families import in_flight_formula
 from meshwright.compiler.pipeline.recurrence import fill_share
 from meshwright.compiler.pipeline.regular import MeshTable, PipelineCase, case_bounds
 from meshwright.compiler.pipeline.regular_solver import solve_case
-from meshwright.compiler.pipeline.table import Mix, Pipeline, PipelineTable, StageConstraints, StageOption
+from meshwright.compiler.pipeline.table import Mix, Pipeline, PipelineTable, StageOption
 
-FREE = StageConstraints()
 ACTIONS_S = 2.0
 SINGLE = ["1f1b", "gpipe", "zb-h1", "eager-1f1b"]
 CHUNKED = [("interleaved", 2), ("interleaved", 3), ("zb-v", 2)]
@@ -104,7 +103,7 @@ def test_a_mix_is_as_good_as_the_best_of_all_nearly_and_never_worse_than_levels_
     for seed in range(40):
         p = 1 + seed % 3
         mesh, m = mesh_of(seed, 6, p)
-        answer = solve_case(mesh, m, PipelineCase(p, schedule), FREE)
+        answer = solve_case(mesh, m, PipelineCase(p, schedule))
         alone, least = (least_path(mesh, m, p, schedule, mixed) for mixed in (False, True))
         if not answer.pipelines:
             assert alone == np.inf
@@ -132,8 +131,8 @@ def test_figures_of_mixes_are_those_of_their_layers_and_they_fit(schedule, v):
     for seed in range(120):
         mesh, m = mesh_of(seed, 8, 2)
         case = PipelineCase(2, schedule, v)
-        answer = solve_case(mesh, m, case, FREE)
-        without = solve_case(replace(mesh, actions_s=None), m, case, FREE)
+        answer = solve_case(mesh, m, case)
+        without = solve_case(replace(mesh, actions_s=None), m, case)
         assert not without.mixes
         table = mesh.table.with_mixes(answer.mixes, ACTIONS_S)
         for one in answer.pipelines:
@@ -145,7 +144,7 @@ def test_figures_of_mixes_are_those_of_their_layers_and_they_fit(schedule, v):
             if v == 1:
                 held = [held_by(mesh.table, some, q) for some, q in zip(parts, one.in_flight)]
                 assert one.peak_bytes == pytest.approx(held)
-            (bound,) = case_bounds(mesh, m, [case], FREE)
+            (bound,) = case_bounds(mesh, m, [case])
             assert bound <= clock_seconds(table, m, schedule, one) * (1 + 1e-9)
             mixed += any(len(some) > 1 for some in parts)
         if answer.pipelines and without.pipelines:

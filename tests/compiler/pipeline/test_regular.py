@@ -16,7 +16,6 @@ from meshwright.compiler.pipeline.recurrence import fill_share
 from meshwright.compiler.pipeline.regular import (
     MeshTable,
     PipelineCase,
-    allowed_runs,
     case_bounds,
     groups_that_fit,
     in_flight_by_chunk,
@@ -44,7 +43,6 @@ from tests.support.mesh_tables import (
 
 CHUNKED = [("interleaved", 2), ("interleaved", 3), ("zb-v", 2)]
 SINGLE = ["1f1b", "gpipe", "zb-h1"]
-FREE = StageConstraints()
 SEEDS = range(24)
 EPS = 1e-9
 
@@ -167,25 +165,24 @@ def path_s(mesh: MeshTable, schedule: str, m: int, at: list[tuple[int, int, int]
     return float(path)
 
 
-def drawn(seed: int, whole: bool = False) -> tuple[np.random.Generator, MeshTable, int, StageConstraints]:
+def drawn(seed: int, whole: bool = False) -> tuple[np.random.Generator, MeshTable, int]:
     rng = np.random.default_rng(seed)
     layers, groups, m = int(rng.integers(3, 7)), int(rng.integers(2, 5)), int(rng.integers(1, 10))
     mesh = mesh_table(rng, layers, groups, int(rng.integers(1, 4)), m, whole)
-    constraints = StageConstraints(frozenset({2}), frozenset({1})) if rng.random() < 0.2 else FREE
-    return rng, mesh, m, constraints
+    if rng.random() < 0.2:
+        mesh = replace(mesh, constraints=StageConstraints(frozenset({2}), frozenset({1})))
+    return rng, mesh, m
 
 
 @pytest.mark.parametrize("schedule", SINGLE)
 def test_one_chunk_per_group_has_the_least_path_of_all_cuts_and_levels(schedule):
     outcomes = {"solved": 0, "nothing": 0, "binding": 0}
     for seed in range(60):
-        _, mesh, m, constraints = drawn(seed)
+        _, mesh, m = drawn(seed)
         for p in range(1, len(mesh.places) + 1):
             case, order = case_of(mesh, p, schedule, 1)
-            values = {
-                one: path_s(mesh, schedule, m, at) for one, at in every_regular(mesh, case, order, m, constraints)
-            }
-            found = solve_case(mesh, m, case, constraints)
+            values = {one: path_s(mesh, schedule, m, at) for one, at in every_regular(mesh, case, order, m)}
+            found = solve_case(mesh, m, case)
             if not values:
                 assert found.pipelines == ()
                 outcomes["nothing"] += 1
@@ -196,7 +193,7 @@ def test_one_chunk_per_group_has_the_least_path_of_all_cuts_and_levels(schedule)
             outcomes["solved"] += 1
             roomy = _roomy(mesh)
             outcomes["binding"] += least > min(
-                path_s(roomy, schedule, m, at) for _, at in every_regular(roomy, case, order, m, constraints)
+                path_s(roomy, schedule, m, at) for _, at in every_regular(roomy, case, order, m)
             ) * (1 + 1e-6)
     assert outcomes["solved"] >= 60, outcomes
     assert min(outcomes.values()) >= 5, outcomes
@@ -212,10 +209,10 @@ def _roomy(mesh: MeshTable) -> MeshTable:
 def test_figures_of_pipelines_of_one_chunk_are_those_of_the_table(schedule):
     solved = 0
     for seed in range(40):
-        _, mesh, m, constraints = drawn(seed)
+        _, mesh, m = drawn(seed)
         for p in range(1, len(mesh.places) + 1):
             case, order = case_of(mesh, p, schedule, 1)
-            for one in solve_case(mesh, m, case, constraints).pipelines:
+            for one in solve_case(mesh, m, case).pipelines:
                 check(mesh, one, case, order, m)
                 assert one.in_flight == tuple(in_flight_formula(schedule, k, p, m) for k in range(p))
                 assert all(
@@ -261,8 +258,8 @@ def test_several_chunks_fit_and_have_the_figures_of_their_table(schedule, v):
         options = [replace(o, limit_bytes=tuple(1.5 * x for x in o.limit_bytes)) for o in mesh.table.options]
         mesh = replace(mesh, table=replace(mesh.table, options=tuple(options)))
         case, order = case_of(mesh, 2, schedule, v)
-        seconds = [clock(mesh, case, order, m, at) for _, at in every_regular(mesh, case, order, m, FREE)]
-        found = solve_case(mesh, m, case, FREE).pipelines
+        seconds = [clock(mesh, case, order, m, at) for _, at in every_regular(mesh, case, order, m)]
+        found = solve_case(mesh, m, case).pipelines
         outcomes["missed"] += bool(seconds) and not found
         outcomes["nothing"] += not seconds
         for one in found:
@@ -294,7 +291,7 @@ def even_mesh(layers: int) -> MeshTable:
 @pytest.mark.parametrize(("schedule", "v"), CHUNKED)
 @pytest.mark.parametrize("layers", [7, 8, 11, 12])
 def test_equal_layers_are_dealt_evenly(schedule, v, layers):
-    (one,) = solve_case(even_mesh(layers), 8, PipelineCase(2, schedule, v), FREE).pipelines
+    (one,) = solve_case(even_mesh(layers), 8, PipelineCase(2, schedule, v)).pipelines
     sizes = [stage.end_layer - stage.first_layer for stage in one.stages]
     assert max(sizes) - min(sizes) <= 1
 
@@ -303,7 +300,7 @@ def test_equal_layers_are_dealt_evenly(schedule, v, layers):
 
 
 @lru_cache(maxsize=64)
-def explored(seed: int, whole: bool) -> tuple[MeshTable, int, StageConstraints, dict[PipelineCase, float]]:
+def explored(seed: int, whole: bool) -> tuple[MeshTable, int, dict[PipelineCase, float]]:
     """A table, and the fastest makespan of each of its cases: no message is faster, none is lost to memory."""
     rng = np.random.default_rng(100 + seed)
     layers, groups, m = int(rng.integers(3, 8)), int(rng.integers(2, 4)), int(rng.integers(1, 8))
@@ -311,12 +308,13 @@ def explored(seed: int, whole: bool) -> tuple[MeshTable, int, StageConstraints, 
     if rng.random() < 0.6:  # enough for several chunks
         options = [replace(o, limit_bytes=tuple(2 * x for x in o.limit_bytes)) for o in mesh.table.options]
         mesh = replace(mesh, table=replace(mesh.table, options=tuple(options)))
-    constraints = StageConstraints(frozenset({2})) if rng.random() < 0.15 else FREE
+    if rng.random() < 0.15:
+        mesh = replace(mesh, constraints=StageConstraints(frozenset({2})))
     fastest = {}
     for p, schedule, v in _cases(layers, groups, m):
         case, order = case_of(mesh, p, schedule, v)
-        fastest[case] = least_clock(mesh, case, order, m, every_regular(mesh, case, order, m, constraints))
-    return mesh, m, constraints, fastest
+        fastest[case] = least_clock(mesh, case, order, m, every_regular(mesh, case, order, m))
+    return mesh, m, fastest
 
 
 def _cases(layers: int, groups: int, m: int) -> Iterator[tuple[int, str, int]]:
@@ -349,8 +347,8 @@ WHOLE = pytest.mark.parametrize("whole", [False, True], ids=["microbatches", "wi
 @WHOLE
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_case_is_faster_than_its_bound(seed, whole):
-    mesh, m, constraints, fastest = explored(seed, whole)
-    bounds = dict(zip(fastest, case_bounds(mesh, m, list(fastest), constraints)))
+    mesh, m, fastest = explored(seed, whole)
+    bounds = dict(zip(fastest, case_bounds(mesh, m, list(fastest))))
     too_high = {case: (bounds[case], best) for case, best in fastest.items() if bounds[case] > best * (1 + EPS)}
     assert not too_high
 
@@ -358,34 +356,34 @@ def test_no_case_is_faster_than_its_bound(seed, whole):
 @WHOLE
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_pipeline_is_faster_than_the_bound_of_its_mesh(seed, whole):
-    mesh, m, constraints, fastest = explored(seed, whole)
+    mesh, m, fastest = explored(seed, whole)
     for groups in range(1, len(mesh.places) + 1):
         best = min(seconds for case, seconds in fastest.items() if case.groups <= groups)
-        assert mesh_bound(mesh, m, groups, constraints) <= best * (1 + EPS)
+        assert mesh_bound(mesh, m, groups) <= best * (1 + EPS)
 
 
 @WHOLE
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_pipeline_of_the_divisions_is_faster_than_the_close_bound(seed, whole):
-    mesh, m, constraints, fastest = explored(seed, whole)
+    mesh, m, fastest = explored(seed, whole)
     for case in fastest:
         if case.chunks > 1:
             _, order = case_of(mesh, case.groups, case.schedule, case.chunks)
-            cuts = _Solver(mesh, m, case, allowed_runs(mesh.pace, constraints)).divisions
-            best = least_clock(mesh, case, order, m, every_regular(mesh, case, order, m, constraints, cuts))
-            played = played_bound(mesh, m, case, constraints, cuts)
-            assert close_bound(mesh, m, case, constraints) <= played <= best * (1 + EPS)
+            cuts = _Solver(mesh, m, case).divisions
+            best = least_clock(mesh, case, order, m, every_regular(mesh, case, order, m, cuts))
+            played = played_bound(mesh, m, case, cuts)
+            assert close_bound(mesh, m, case) <= played <= best * (1 + EPS)
 
 
 @WHOLE
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_pipeline_that_is_found_is_faster_than_what_is_proven(seed, whole):
-    mesh, m, constraints, fastest = explored(seed, whole)
+    mesh, m, fastest = explored(seed, whole)
     for case in fastest:
         _, order = case_of(mesh, case.groups, case.schedule, case.chunks)
-        answer = solve_case(mesh, m, case, constraints)
-        close = close_bound(mesh, m, case, constraints) if case.chunks > 1 else 0.0
-        divisions = _Solver(mesh, m, case, allowed_runs(mesh.pace, constraints)).divisions if case.chunks > 1 else []
+        answer = solve_case(mesh, m, case)
+        close = close_bound(mesh, m, case) if case.chunks > 1 else 0.0
+        divisions = _Solver(mesh, m, case).divisions if case.chunks > 1 else []
         for one in answer.pipelines:
             seconds = clock(mesh, case, order, m, [(s.option, s.first_layer, s.end_layer) for s in one.stages])
             assert answer.bound_s <= seconds * (1 + EPS), case
@@ -395,8 +393,8 @@ def test_no_pipeline_that_is_found_is_faster_than_what_is_proven(seed, whole):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_number_of_groups_with_which_something_fits_is_left_out(seed):
-    mesh, m, constraints, fastest = explored(seed, False)
-    able = groups_that_fit(mesh, m, len(mesh.places), constraints)
+    mesh, m, fastest = explored(seed, False)
+    able = groups_that_fit(mesh, m, len(mesh.places))
     assert {case.groups for case, seconds in fastest.items() if seconds < inf} <= set(able)
 
 
@@ -404,8 +402,8 @@ def test_bounds_are_so_close_that_one_a_thousandth_too_high_would_be_seen():
     """The tests above bite: of each kind of bound some are reached, or nearly."""
     ratios: dict[tuple[str, int], float] = {}
     for seed in SEEDS:
-        mesh, m, constraints, fastest = explored(seed, False)
-        for (case, best), bound in zip(fastest.items(), case_bounds(mesh, m, list(fastest), constraints)):
+        mesh, m, fastest = explored(seed, False)
+        for (case, best), bound in zip(fastest.items(), case_bounds(mesh, m, list(fastest))):
             if case.chunks == 1 and best < inf:
                 key = case.schedule, min(case.groups, 2)
                 ratios[key] = max(ratios.get(key, 0.0), bound / best)
@@ -419,11 +417,11 @@ def test_bounds_are_so_close_that_one_a_thousandth_too_high_would_be_seen():
 )
 def test_the_close_bound_of_equal_layers_is_reached(schedule, v, reached):
     mesh, case, m = even_mesh(12), PipelineCase(2, schedule, v), 32
-    (one,) = solve_case(mesh, m, case, FREE).pipelines
+    (one,) = solve_case(mesh, m, case).pipelines
     seconds = clock_seconds(mesh.table, m, schedule, one)
-    (bound,) = case_bounds(mesh, m, [case], FREE)
-    assert 0.95 * seconds <= bound <= close_bound(mesh, m, case, FREE) <= seconds * (1 + EPS)
-    assert close_bound(mesh, m, case, FREE) >= reached * seconds * (1 - EPS)
+    (bound,) = case_bounds(mesh, m, [case])
+    assert 0.95 * seconds <= bound <= close_bound(mesh, m, case) <= seconds * (1 + EPS)
+    assert close_bound(mesh, m, case) >= reached * seconds * (1 - EPS)
 
 
 def test_the_played_bound_knows_what_waits_for_messages():
@@ -433,22 +431,22 @@ def test_the_played_bound_knows_what_waits_for_messages():
         mesh, table=replace(mesh.table, entry_s=slow, transfer_s=slow), hosts=[0, 1], near=[(False, False)],
         entry=slow[:, 0], behind=slow[:, 0],
     )  # fmt: skip
-    answer = solve_case(mesh, m, case, FREE)
+    answer = solve_case(mesh, m, case)
     seconds = clock_seconds(mesh.table, m, case.schedule, answer.pipelines[0])
     assert answer.bound_s < 0.9 * seconds
-    assert 0.98 * seconds <= played_bound(mesh, m, case, FREE, answer.divisions) <= seconds * (1 + EPS)
+    assert 0.98 * seconds <= played_bound(mesh, m, case, answer.divisions) <= seconds * (1 + EPS)
 
 
 def test_bounds_know_what_memory_costs():
     """Where memory binds, they are above those of the least seconds alone."""
     lifted = dict.fromkeys(("case", "mesh", "close"), 0)
     for seed in SEEDS:
-        mesh, m, constraints, fastest = explored(seed, False)
+        mesh, m, fastest = explored(seed, False)
         roomy, cases = _roomy(mesh), list(fastest)
-        bound, loose = (case_bounds(one, m, cases, constraints) for one in (mesh, roomy))
+        bound, loose = (case_bounds(one, m, cases) for one in (mesh, roomy))
         lifted["case"] += any(a > b * (1 + 1e-3) for a, b in zip(bound, loose))
-        lifted["mesh"] += mesh_bound(mesh, m, 1, constraints) > mesh_bound(roomy, m, 1, constraints) * (1 + 1e-3)
-        close, loose = ([close_bound(one, m, c, constraints) for c in cases if c.chunks > 1] for one in (mesh, roomy))
+        lifted["mesh"] += mesh_bound(mesh, m, 1) > mesh_bound(roomy, m, 1) * (1 + 1e-3)
+        close, loose = ([close_bound(one, m, c) for c in cases if c.chunks > 1] for one in (mesh, roomy))
         lifted["close"] += any(a > b * (1 + 1e-3) for a, b in zip(close, loose))
     assert min(lifted.values()) >= 1, lifted
 
@@ -457,18 +455,18 @@ def test_a_case_that_never_fits_is_never_solved():
     mesh = mesh_table(np.random.default_rng(0), 4, 2, 2, 4, False)
     none = tuple(replace(one, limit_bytes=(0.5,) * len(one.offsets)) for one in mesh.table.options)
     small = replace(mesh, table=replace(mesh.table, options=none))
-    assert groups_that_fit(small, 4, 2, FREE) == []
+    assert groups_that_fit(small, 4, 2) == []
     for case in (PipelineCase(1, "1f1b"), PipelineCase(2, "gpipe"), PipelineCase(2, "zb-v", 2)):
-        assert solve_case(small, 4, case, FREE).pipelines == ()
+        assert solve_case(small, 4, case).pipelines == ()
 
 
 def test_a_pipeline_that_is_asked_for_has_these_cuts():
     mesh = _roomy(mesh_table(np.random.default_rng(3), 5, 3, 2, 6, False))
-    asked = StageConstraints(frozenset({3}), frozenset({2}))
+    mesh = replace(mesh, constraints=StageConstraints(frozenset({3}), frozenset({2})))
     at = at_places(mesh, Regular((0, 3, 5), (0, 0)), [(0, 0), (1, 0)])
     if np.isfinite([mesh.table.pace_s[one] for one in at]).all():
         for case in (PipelineCase(2, "1f1b"), PipelineCase(2, "zb-h1"), PipelineCase(2, "interleaved", 2)):
-            for one in solve_case(mesh, 6, case, asked).pipelines:
+            for one in solve_case(mesh, 6, case).pipelines:
                 cuts = {stage.first_layer for stage in one.stages}
                 assert 3 in cuts
                 assert 2 not in cuts
