@@ -134,7 +134,16 @@ class Layering:
 
 
 def cluster_layers(graph: Graph, max_layers: int = 128, sequence: bool = False) -> Layering:
-    """Cluster ``graph`` (at any batch extent) into at most ``max_layers`` layers; sequence: as in ``Pruner``."""
+    """Cluster ``graph`` (at any batch extent) into at most ``max_layers`` layers; sequence: as in ``Pruner``. Found
+    once."""
+    key = max_layers, sequence
+    if key not in graph._layerings:
+        graph._layerings[key] = _clustered(graph, max_layers, sequence)
+    found: Layering = graph._layerings[key]
+    return found
+
+
+def _clustered(graph: Graph, max_layers: int, sequence: bool) -> Layering:
     floating, static, needs_grad = _classify(graph)
     fixed = [node for node in graph.ops() if node.name not in floating]
     if not fixed:

@@ -104,6 +104,9 @@ class Result:
     node: str
 
 
+_KEPT = 4  # batch extents at which a graph is kept
+
+
 @dataclass
 class Graph:
     """A captured model at one batch extent."""
@@ -127,6 +130,8 @@ class Graph:
     _names: dict[str, Node] | None = field(default=None, init=False, repr=False)
     _ops: list[Node] | None = field(default=None, init=False, repr=False)
     _placeholders: dict[tuple[str, ...], list[Node]] = field(default_factory=dict, init=False, repr=False)
+    _at_batches: dict[int, Graph] = field(default_factory=dict, init=False, repr=False)
+    _layerings: dict[tuple[int, bool], Any] = field(default_factory=dict, init=False, repr=False)  # see ``layers``
     _differentiable: frozenset[str] | None = field(
         default=None, init=False, repr=False
     )  # see ``layers.differentiable``
@@ -172,11 +177,18 @@ class Graph:
 
     def with_batch(self, batch: int) -> Graph:
         """The same graph at another batch extent: every int that scales with the batch, in types and arguments, is
-        rescaled."""
+        rescaled. The last few are kept."""
         if batch == self.batch:
             return self
         if self.origin is not None:
             return self.origin.with_batch(batch)
+        made = self._at_batches.pop(batch, None) or self._at_batch(batch)
+        self._at_batches[batch] = made
+        if len(self._at_batches) > _KEPT:
+            del self._at_batches[next(iter(self._at_batches))]
+        return made
+
+    def _at_batch(self, batch: int) -> Graph:
         copy = torch.fx.Graph()
         env: dict[Node, Node] = {}
         for node in self.fx.nodes:
