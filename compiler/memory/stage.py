@@ -127,7 +127,8 @@ class _VirtualStages:
     def __init__(self, chunks: Sequence[ChunkMemory], stage: int) -> None:
         self.chunks, plan = chunks, chunks[0].plan
         p, v = len(plan.stages), len(chunks)
-        self.row = generate(plan.schedule, p, representative_microbatches(p, plan.microbatches), v).actions[stage]
+        few = representative_microbatches(plan.schedule, p, plan.microbatches)
+        self.row = generate(plan.schedule, p, few, v).actions[stage]
 
     def memory(self) -> Bytes:
         """Bytes by cause at the worst moment."""

@@ -211,7 +211,7 @@ def in_flight_by_chunk(schedule: str, p: int, m: int, v: int) -> tuple[NDArray[n
     """Per device group, the microbatches in flight of each of its chunks whenever that is most: [times, v]."""
     if v == 1:
         return tuple(np.array([[in_flight_formula(schedule, k, p, m)]]) for k in range(p))
-    few = representative_microbatches(p, m)
+    few = representative_microbatches(schedule, p, m)
     split = schedule.startswith("zb")
     out = []
     for row in generate(schedule, p, few, v).actions:
@@ -229,8 +229,11 @@ def in_flight_by_chunk(schedule: str, p: int, m: int, v: int) -> tuple[NDArray[n
     return tuple(out)
 
 
-def representative_microbatches(p: int, m: int) -> int:
-    """Microbatches that repeat all that ``m`` do: in groups of the same sizes (``interleaved``), a few of each size."""
+def representative_microbatches(schedule: str, p: int, m: int) -> int:
+    """Microbatches that repeat all that ``m`` do: in groups of the same sizes (``interleaved``), a few of each size;
+    under zb-v one period more than what it takes to fill the pipeline."""
+    if schedule == "zb-v":
+        return min(m, 2 * p + 1)
     count = max(1, m // p)
     size, larger = divmod(m, count)
     kept = min(larger, _PERIODS), min(count - larger, _PERIODS)

@@ -21,6 +21,7 @@ from meshwright.compiler.pipeline.regular import (
     in_flight_by_chunk,
     mesh_bound,
     places,
+    representative_microbatches,
 )
 from meshwright.compiler.pipeline.regular_solver import _even, _Solver, close_bound, played_bound, solve_case
 from meshwright.compiler.pipeline.schedule import in_flight
@@ -64,6 +65,27 @@ def test_few_microbatches_show_all_that_many_hold(schedule, v):
                 assert (seen @ weights.T).max(axis=0) == pytest.approx(most)
                 assert seen.sum(axis=1).max() == in_flight(generate(schedule, p, m, v))[k]
                 assert any((times >= 1).all() for times in seen)  # ``mesh_bound`` counts on one of each chunk
+
+
+@pytest.mark.parametrize(("schedule", "v"), CHUNKED)
+def test_few_microbatches_show_every_moment_of_many(schedule, v):
+    """What a stage does, what comes next, what is in flight, whether there are gradients, and what is over."""
+
+    def moments(row):
+        flying, backwards = [0] * v, [0] * v
+        last = {action.chunk: at for at, action in enumerate(row) if action.kind != "F"}
+        for at, action in enumerate(row):
+            following = [(one.kind, one.chunk) for one in row[at + 1 : at + 2]]
+            gradients = tuple(map(bool, backwards))
+            yield action.kind, action.chunk, at == last[action.chunk], tuple(following), tuple(flying), gradients
+            flying[action.chunk] += {"F": 1, "I": 0}.get(action.kind, -1)
+            backwards[action.chunk] += action.kind in "BW"
+
+    for p in (1, 2, 3, 5):
+        for m in (1, 2 * p, 2 * p + 1, 6 * p + 1, 9 * p + 2):
+            few = representative_microbatches(schedule, p, m)
+            for some, every in zip(generate(schedule, p, few, v).actions, generate(schedule, p, m, v).actions):
+                assert {*moments(some)} == {*moments(every)}
 
 
 # ---- places
