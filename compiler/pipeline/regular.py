@@ -187,12 +187,15 @@ class MeshTable:
         bound = np.maximum(self.pace, (self.value - prices[:, None, None] * room).max(axis=0, initial=0.0))
         return np.where(self.allowed & (room >= 0), bound, inf)
 
-    def limits(self, group: int) -> tuple[float, float]:
-        """The least and the most bytes of each device of a group that a level may fill. What the estimates of one
-        level leave out, those of all do, so plans keep to the least; bounds, to the most."""
-        offset, site = self.places[group]
-        limits = [option.limit(offset) for option in self.table.options[site :: self.sites]]
-        return min(limits), max(limits)
+    @cached_property
+    def limits(self) -> Floats:
+        """[groups, 2] the least and the most bytes of each device of a group that a level may fill. What the estimates
+        of one level leave out, those of all do, so plans keep to the least; bounds, to the most."""
+        found = []
+        for offset, site in self.places:
+            limits = [option.limit(offset) for option in self.table.options[site :: self.sites]]
+            found.append((min(limits), max(limits)))
+        return np.array(found)
 
 
 def places(offsets_by_site: Sequence[Sequence[int]], num_devices: int) -> list[tuple[int, int]]:
@@ -387,12 +390,9 @@ def _least_largest(values: Floats, most: int) -> Floats:
 def dual_levels(mesh: MeshTable, m: int, case: PipelineCase) -> list[int]:
     """The levels at which the bound on an even share of the work is the highest for some group, except those without
     a price of bytes."""
-    sums = mesh.least_sums[1:] / case.groups
-    found = []
-    for k in range(case.groups):
-        held = in_flight_formula(case.schedule, k, case.groups, m, case.chunks if case.chunks > 1 else None)
-        held = max(1, held // case.chunks)
-        _, most = mesh.limits(k)
-        bounds = [total - most * max(b, s / held) for total, b, s in zip(sums, mesh.byte, mesh.saved_byte)]
-        found.append(int(np.argmax(bounds)))
+    count = case.chunks if case.chunks > 1 else None
+    held = [in_flight_formula(case.schedule, k, case.groups, m, count) // case.chunks for k in range(case.groups)]
+    prices = np.maximum(mesh.byte[:, None], mesh.saved_byte[:, None] / np.maximum(held, 1))  # [levels, groups]
+    bounds = mesh.least_sums[1:, None] / case.groups - prices * mesh.limits[: case.groups, 1]
+    found = bounds.argmax(axis=0).tolist()
     return [level for level in dict.fromkeys(found) if mesh.byte[level] > 0]

@@ -126,7 +126,7 @@ class _Solver:
             options = self._options_of(k)
             q = in_flight_formula(self.case.schedule, k, p, m)
             held = table.resident[options] + table.transient[options] + q * table.saved[options]
-            within = held <= mesh.limits(k)[0]
+            within = held <= mesh.limits[k, 0]
             fits = within & mesh.allowed & np.isfinite(table.pace_s[options])
             t, once = table.pace_s[options], table.step_s[options]
             x = table.transfer_s[options] + (0.0 if table.entry_s is None else table.entry_s[options])
@@ -170,7 +170,7 @@ class _Solver:
     def _mix(self, runs: _Runs, k: int, q: int, fits: NDArray[np.bool_], rest: Floats, low_s: float) -> None:
         """Make runs faster whose first layers have room for a faster level, where that could matter."""
         mesh, table, options = self.mesh, self.mesh.table, self._options_of(k)
-        limit, _ = mesh.limits(k)
+        limit = mesh.limits[k, 0]
         most_s = _MOST_MIXED * low_s
         for level in self._distinct if mesh.actions_s is not None else ():
             one = options[level]
@@ -263,7 +263,7 @@ class _Solver:
         """(the place of a chunk of a group, its parts as a mix, the seconds that this gains): the mix that gains
         most."""
         table, options = self.mesh.table, self._options_of(k)
-        limit, _ = self.mesh.limits(k)
+        limit = self.mesh.limits[k, 0]
 
         def fits(parts: Sequence[Parts]) -> bool:
             every = [one for some in parts for one in some]
@@ -345,7 +345,7 @@ class _Solver:
             held = table.resident[rows][combos, chunks].sum(axis=1) + table.transient[rows][combos, chunks].max(axis=1)
             held = held + (table.saved[rows][combos, chunks] @ self._flights[k].T).max(axis=1)
             held = np.where(np.isfinite(load), held, inf)
-            fits = held <= mesh.limits(k)[0]
+            fits = held <= mesh.limits[k, 0]
             all_fit &= bool(fits.any())
             chosen[k] = combos[np.where(fits, load, inf).argmin() if fits.any() else held.argmin()]
         return chosen, all_fit
@@ -359,35 +359,34 @@ class _Solver:
 
     def bound(self, cuts: Sequence[int]) -> float:
         """A lower bound on the makespan of every pipeline with these cuts."""
-        mesh, work, bound, before, ahead = self.mesh, self.mesh.least_work(self.m), 0.0, 0.0, 0.0
-        for load, chunks in zip(self._least_loads(cuts), self._ranges(cuts)):
-            first, end = chunks.T
-            pace = mesh.pace[first, end]
-            bound = max(bound, ahead + max(self.m * load, float(work[first, end].sum())))
-            bound = max(bound, before + self.m * (float(pace.sum()) if mesh.whole else load))
-            ahead += float(mesh.forward[first[0], end[0]])
-            if self.case.schedule == "interleaved":
-                before += float(pace[0])
-        return bound
+        mesh, m, (first, end) = self.mesh, self.m, np.moveaxis(self._ranges(cuts), 2, 0)  # [groups, chunks]
+        pace, loads = mesh.pace[first, end], self._least_loads(cuts)
+        ahead = _sums_before(mesh.forward[first[:, 0], end[:, 0]])
+        before = _sums_before(pace[:, 0]) if self.case.schedule == "interleaved" else 0.0
+        works = np.maximum(m * loads, mesh.least_work(m)[first, end].sum(axis=1))
+        return float(np.maximum(ahead + works, before + m * (pace.sum(axis=1) if mesh.whole else loads)).max())
 
-    def _least_loads(self, cuts: Sequence[int]) -> list[float]:
-        """By group, the least seconds per microbatch of its chunks within its memory; inf if they never fit."""
-        mesh, found = self.mesh, list[float]()
-        ratio = mesh.byte / np.where(mesh.saved_byte > 0, mesh.saved_byte, 1.0)
-        for k, chunks in enumerate(self._ranges(cuts)):
-            first, end = chunks.T
-            pace = mesh.pace[first, end]
-            gain = np.maximum(mesh.value[:, first, end] - pace, 0.0)  # [levels, chunks]
-            theta = np.minimum(1.0, ratio[:, None, None] * self._flights[k])  # [levels, times, chunks]
-            room = mesh.limits(k)[1] - float(mesh.peak[first, end].max())
-            loads = (theta * gain[:, None]).sum(axis=2).max(axis=1) - mesh.byte * room
-            found.append(float(pace.sum() + max(float(loads.max()), 0.0)) if room >= 0 else inf)
-        return found
+    def _least_loads(self, cuts: Sequence[int]) -> Floats:
+        """[groups] the least seconds per microbatch of its chunks within its memory; inf if they never fit."""
+        mesh, (first, end) = self.mesh, np.moveaxis(self._ranges(cuts), 2, 0)  # [groups, chunks]
+        pace = mesh.pace[first, end]
+        gain = np.maximum(mesh.value[:, first, end] - pace, 0.0)
+        room = mesh.limits[: self.case.groups, 1] - mesh.peak[first, end].max(axis=1)
+        loads = (self._shares * gain[:, :, None]).sum(axis=3).max(axis=2) - mesh.byte[:, None] * room
+        return np.where(room >= 0, pace.sum(axis=1) + loads.max(axis=0, initial=0.0), inf)
+
+    @cached_property
+    def _shares(self) -> Floats:
+        """[levels, groups, times, chunks] θ of ``regular``: of groups with fewer times, the first ones again."""
+        times = max(map(len, self._flights))
+        held = np.stack([np.resize(one, (times, self.case.chunks)) for one in self._flights])
+        ratio = self.mesh.byte / np.where(self.mesh.saved_byte > 0, self.mesh.saved_byte, 1.0)
+        return np.minimum(1.0, ratio[:, None, None, None] * held)
 
     def played(self, cuts: Sequence[int]) -> float:
         """A lower bound on the makespan of every pipeline with these cuts by the paths through its schedule; 0 if the
         schedule is too long to be played."""
-        case, mesh, m, loads = self.case, self.mesh, self.m, np.array(self._least_loads(cuts))
+        case, mesh, m, loads = self.case, self.mesh, self.m, self._least_loads(cuts)
         rounds = min(_MOST_ROUNDS, _MOST_PLAYED // (2 * m * case.groups * case.chunks))
         if not rounds or not np.isfinite(loads).all():
             return 0.0
@@ -453,7 +452,7 @@ class _Solver:
             estimate_s=estimate,
             in_flight=tuple(in_flight_formula(case.schedule, k, p, m, v if v > 1 else None) for k in range(p)),
             peak_bytes=tuple(peaks),
-            limit_bytes=tuple(self.mesh.limits(k)[0] for k in range(p)),
+            limit_bytes=tuple(self.mesh.limits[:p, 0].tolist()),
             idle_devices=table.num_devices - p * table.options[0].num_devices,
             chunks=v,
             messages_s=tuple(both_ways),
@@ -475,6 +474,10 @@ class _Solver:
         if mix not in self.mixes:
             self.mixes.append(mix)
         return len(self.mesh.table.options) + self.mixes.index(mix)
+
+
+def _sums_before(values: Floats) -> Floats:
+    return np.cumsum(values) - values
 
 
 def _even(arrays: Sequence[Floats]) -> tuple[int, ...] | None:

@@ -163,7 +163,7 @@ def every_regular(mesh: MeshTable, case: PipelineCase, places: Order, m: int,
                     held += sum(float(table.resident[one]) for one in at) + max(
                         float(table.transient[one]) for one in at
                     )
-                    if held <= mesh.limits(k)[0]:
+                    if held <= mesh.limits[k, 0]:
                         some.append(dict(zip(mine, levels)))
             fitting.append(some)
         for chosen in product(*fitting):

@@ -87,7 +87,7 @@ def least_path(mesh: MeshTable, m: int, p: int, schedule: str, mixed: bool) -> f
             for a, b in product(range(mesh.levels), repeat=2) if mixed else ():
                 ways += [[(a, i, cut), (b, cut, j)] for cut in range(i + 1, j) if a != b]
             flight = in_flight_formula(schedule, k, p, m)
-            fitting = [way for way in ways if held_by(table, way, flight) <= mesh.limits(k)[0]]
+            fitting = [way for way in ways if held_by(table, way, flight) <= mesh.limits[k, 0]]
             choices.append([(seconds_of(table, way), sum(table.step_s[one] for one in way)) for way in fitting])
         for chosen in product(*choices):
             path = 0.0

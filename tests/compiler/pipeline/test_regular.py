@@ -253,7 +253,7 @@ def check(mesh: MeshTable, one: Pipeline, case: PipelineCase, order: Order, m: i
     assert [stage.device_offset for stage in one.stages] == [mesh.places[group][0] for group, _ in order]
     assert [option % mesh.sites for option, _, _ in at] == [mesh.places[group][1] for group, _ in order]
     assert one.peak_bytes == pytest.approx(peaks(mesh, case, order, m, at))
-    assert one.limit_bytes == tuple(mesh.limits(k)[0] for k in range(case.groups))
+    assert one.limit_bytes == tuple(mesh.limits[k, 0] for k in range(case.groups))
     assert max(np.subtract(one.peak_bytes, one.limit_bytes)) <= 0
     assert one.idle_devices == mesh.table.num_devices - case.groups
     simulated = clock(mesh, case, order, m, at)
