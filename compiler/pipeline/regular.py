@@ -209,15 +209,18 @@ def places(offsets_by_site: Sequence[Sequence[int]], num_devices: int) -> list[t
     return found
 
 
-@lru_cache(maxsize=256)
 def in_flight_by_chunk(schedule: str, p: int, m: int, v: int) -> tuple[NDArray[np.intp], ...]:
     """Per device group, the microbatches in flight of each of its chunks whenever that is most: [times, v]."""
     if v == 1:
         return tuple(np.array([[in_flight_formula(schedule, k, p, m)]]) for k in range(p))
-    few = representative_microbatches(schedule, p, m)
+    return _played_flights(schedule, p, representative_microbatches(schedule, p, m), v)
+
+
+@lru_cache(maxsize=1024)
+def _played_flights(schedule: str, p: int, m: int, v: int) -> tuple[NDArray[np.intp], ...]:
     split = schedule.startswith("zb")
     out = []
-    for row in generate(schedule, p, few, v).actions:
+    for row in generate(schedule, p, m, v).actions:
         now, seen, rose = [0] * v, set(), False
         for action in row:
             if action.kind == "F":

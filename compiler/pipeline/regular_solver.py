@@ -157,15 +157,26 @@ class _Solver:
             found.append(self._pipeline(parts))
         return RegularAnswer(tuple(found), low_s, tuple(self.mixes))
 
+    @cached_property
+    def _levels(self) -> list[int]:
+        """The levels whose costs differ."""
+        table, sites = self.mesh.table, self.mesh.sites
+        costs = [table.pace_s, table.step_s, table.resident, table.saved, table.transient, table.transfer_s]
+        costs += [] if table.entry_s is None else [table.entry_s]
+        first: dict[tuple[bytes, ...], int] = {}
+        for level in range(self.mesh.levels):
+            first.setdefault(tuple(one[level * sites : (level + 1) * sites].tobytes() for one in costs), level)
+        return list(first.values())
+
     def _options_of(self, k: int) -> NDArray[np.intp]:
         """[levels] the options of a group."""
-        return np.arange(self.mesh.levels) * self.mesh.sites + self.mesh.places[k][1]
+        return np.array(self._levels) * self.mesh.sites + self.mesh.places[k][1]
 
     @cached_property
     def _distinct(self) -> list[int]:
-        """A level of each kind: those of one kind have equal seconds."""
-        pace = self.mesh.table.pace_s[:: self.mesh.sites]
-        return sorted({pace[level].tobytes(): level for level in reversed(range(len(pace)))}.values())
+        """A number of a level of each kind: those of one kind have equal seconds."""
+        pace = self.mesh.table.pace_s[:: self.mesh.sites][self._levels]
+        return sorted({pace[n].tobytes(): n for n in reversed(range(len(pace)))}.values())
 
     def _mix(self, runs: _Runs, k: int, q: int, fits: NDArray[np.bool_], rest: Floats, low_s: float) -> None:
         """Make runs faster whose first layers have room for a faster level, where that could matter."""
@@ -207,7 +218,7 @@ class _Solver:
             cuts, before_s = division, inf
             for _ in range(_ROUNDS):
                 looked_at[cuts] = self.bound(cuts)
-                levels, fits = self._levels(cuts)
+                levels, fits = self._fastest(cuts)
                 chunks = self._mixed(cuts, levels) if fits else self._whole(cuts, levels)
                 found = self._pipeline(chunks) if fits else None
                 if found is not None and (best is None or found.estimate_s < best.estimate_s):
@@ -331,11 +342,11 @@ class _Solver:
     def _flights(self) -> tuple[NDArray[np.intp], ...]:
         return in_flight_by_chunk(self.case.schedule, self.case.groups, self.m, self.case.chunks)
 
-    def _levels(self, cuts: Sequence[int]) -> tuple[NDArray[np.intp], bool]:
-        """(the levels [groups, chunks] with which every group is fastest within its memory, True if all fit). A group
-        that never fits takes what holds least."""
+    def _fastest(self, cuts: Sequence[int]) -> tuple[NDArray[np.intp], bool]:
+        """(the numbers of the levels [groups, chunks] with which every group is fastest within its memory, True if all
+        fit). A group that never fits takes what holds least."""
         case, mesh, table = self.case, self.mesh, self.mesh.table
-        combos = np.array(list(product(range(mesh.levels), repeat=case.chunks)))
+        combos = np.array(list(product(range(len(self._levels)), repeat=case.chunks)))
         at = self._ranges(cuts)
         chosen, all_fit = np.zeros((case.groups, case.chunks), dtype=np.intp), True
         chunks = np.arange(case.chunks)
