@@ -218,7 +218,7 @@ def in_flight_by_chunk(schedule: str, p: int, m: int, v: int) -> tuple[NDArray[n
 
 @lru_cache(maxsize=1024)
 def _played_flights(schedule: str, p: int, m: int, v: int) -> tuple[NDArray[np.intp], ...]:
-    split = schedule.startswith("zb")
+    last = "W" if _is_split(schedule) else "B"
     out = []
     for row in generate(schedule, p, m, v).actions:
         now, seen, rose = [0] * v, set(), False
@@ -226,7 +226,7 @@ def _played_flights(schedule: str, p: int, m: int, v: int) -> tuple[NDArray[np.i
             if action.kind == "F":
                 now[action.chunk] += 1
                 rose = True
-            elif action.kind == ("W" if split else "B"):
+            elif action.kind == last:
                 if rose:
                     seen.add(tuple(now))
                 now[action.chunk] -= 1
