@@ -117,6 +117,17 @@ def test_other_batch_equals_a_fresh_capture(name: str, graphs: dict) -> None:
             assert graphs[name, dropout].with_batch(batch).text() == fresh.text()
 
 
+def test_the_last_few_batch_extents_are_kept(graphs: dict) -> None:
+    graph = next(iter(graphs.values()))
+    first, text = graph.with_batch(4), graph.with_batch(4).text()
+    assert graph.with_batch(6).with_batch(4) is first
+    for batch in (6, 10, 12, 14, 16):
+        graph.with_batch(batch)
+    again = graph.with_batch(4)
+    assert again is not first
+    assert again.text() == text
+
+
 @pytest.mark.parametrize("name", ZOO)
 def test_dropout_is_ours_and_numbered(name: str, graphs: dict) -> None:
     drops = [node for node in graphs[name, 0.25].ops() if op_name(node) == "meshwright.dropout"]
