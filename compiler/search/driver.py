@@ -91,8 +91,6 @@ __all__ = [
 
 #: the fraction of a step below which overlapped seconds are the same in every plan
 MIN_HIDDEN_FRACTION = 0.01
-#: simulated per clock seconds of a pipeline, at most, that tell of the same one on other meshes: more is due to memory
-MAX_LIKE_RATIO = 1.002
 #: candidates that are built
 MAX_TRIES = 5
 #: times that the stages of one candidate are solved again under a lower memory limit
@@ -367,9 +365,8 @@ def _build_plans(
     solved_again: the candidates that take the place of one that holds too much, and of others like it.
 
     A candidate is built and simulated unless its clock, which counts a little less than the simulation, shows that it
-    loses, even if all that may overlap does; or if as little does as of the same pipeline on other meshes. The memory
-    of those that are then among the best is counted. An excess corrects the memory estimates of the shape, and with
-    them the candidates that are left.
+    loses, even if all that may overlap does. The memory of those that are then among the best is counted. An excess
+    corrects the memory estimates of the shape, and with them the candidates that are left.
     """
     queue, plans = list(queue), list(plans)
     error: InfeasibleError | None = None
@@ -377,16 +374,12 @@ def _build_plans(
     tries, corrections = max(MAX_TRIES, 2 * top_k), MAX_CORRECTIONS
     tries += sum(candidate.schedule != base_schedule for candidate in queue)
     clock_ratios = dict[str, float]()  # schedule → the least clock seconds per simulated second so far
-    like_ratios = dict[tuple[str, int, int], float]()  # (schedule, microbatches, stages) → its inverse
     while queue and tries:
         candidate = queue.pop(0)
         limit_s = time_to_beat(plans, top_k)
         hidden_s = candidate.hidden_s if candidate.hidden_s > MIN_HIDDEN_FRACTION * candidate.clock_s else 0.0
         least_s = (candidate.clock_s - hidden_s) / (1 + search.clock_error)
         if least_s >= limit_s * clock_ratios.get(candidate.schedule, 1.0):
-            continue
-        kind = candidate.schedule, candidate.microbatches, len(candidate.rows)
-        if candidate.clock_s * like_ratios.get(kind, 0.0) >= limit_s:  # another mesh, of which no more will overlap
             continue
         if plans and search.must_stop():
             break
@@ -402,7 +395,6 @@ def _build_plans(
             search.clocks.append((candidate.clock_s, plan.prediction.step_s))
             ratio = clock_ratios.get(candidate.schedule, 1.0)
             clock_ratios[candidate.schedule] = min(candidate.clock_s / plan.prediction.step_s, ratio)
-            like_ratios[kind] = min(plan.prediction.step_s / candidate.clock_s, like_ratios.get(kind, MAX_LIKE_RATIO))
             is_simpler = all(_rank(candidate.schedule) < _rank(one.schedule) for one in plans)
             slower = plan.prediction.step_s >= limit_s * (1 + TIE_TOLERANCE * is_simpler)
             if slower or any(same_decisions(plan, other) for other in plans):
