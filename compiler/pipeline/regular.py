@@ -22,7 +22,7 @@ some time group k holds h_c microbatches of each of its chunks, so that Σ (r_c 
 
     T_k ≥ Σ_{c ∈ D_k} (pace_c + θ_c (value_c − pace_c)) − λ M
 
-The least seconds of everything that follows on each other in the schedule are a bound, too (``played_bound``).
+The least seconds of all that follows on each other in the schedule are a bound, too (``cutting_planes``).
 
 W is that of ``regular_solver``. ``case_bounds`` are on all cuts, the bounds of ``regular_solver`` on the cuts that are
 tried. Under zb-h1 ``case_bounds`` also have W on t without the gradients of weights.
