@@ -117,6 +117,8 @@ class RegularSearch:
         #: by count and mesh the cases with so many groups that anything fits, with their bounds at all levels
         self._close: dict[tuple[int, int], dict[PipelineCase, float]] = {}
         self._able: dict[tuple[int, int], list[int]] = {}  # numbers of groups with which anything fits
+        #: (count, mesh) whose fastest choices do not always fit, though the leanest leave most of the memory free
+        self._tight: set[tuple[int, int]] = set()
         self._overlapping: dict[int, bool] = {}  # by microbatch count, see ``_overlaps``
         self._least: dict[int, int] = {}  # by mesh a microbatch count below which nothing fits
 
@@ -193,6 +195,10 @@ class RegularSearch:
             else:
                 candidates = self._solve(first)
                 clocks += [one.clock_s for one in candidates]
+                if not candidates and self._tighten(first.m, first.mesh):
+                    self._solved.remove(first)
+                    first.looks = 0
+                    heappush(queue, first)
                 yield candidates
 
     def _start(self) -> list[_Waiting]:
@@ -305,8 +311,19 @@ class RegularSearch:
                 near = dict.fromkeys((one.m, one.mesh) for one in [waiting, *next_ones])
                 self._find_groups([at for at in near if at in self._bounds and at not in self._able][:MESHES_AT_ONCE])
                 self._close[m, g] = self._close_bounds(m, g)
+            if case not in self._close[m, g] and self._tighten(m, g):
+                return self._closer_bound(waiting, queue)
             return self._close[m, g].get(case, inf)
         return self._true_bound(m, close_bound(self._bounds[m, g], m, case)) if case.chunks > 1 else 0
+
+    def _tighten(self, m: int, g: int) -> bool:
+        """Have prices of memory in the grid of a mesh and count that did without. False if it has them."""
+        if len(self._grid(m, g)) > 1:
+            return False
+        self._tight.add((m, g))
+        self._able.pop((m, g))
+        self._close.pop((m, g), None)
+        return True
 
     def _close_bounds(self, m: int, g: int) -> dict[PipelineCase, float]:
         """The cases of a mesh with so many groups that anything fits, and their bounds at all multipliers; 0 where
@@ -342,6 +359,8 @@ class RegularSearch:
             if table is not None and most:
                 mesh = replace(self._lower_bounds(m, g, []), table=table)
                 self._able[m, g] = groups_that_fit(mesh, m, most)
+        if none := [at for at in fresh if not self._able[at] and self._tighten(*at)]:
+            self._find_groups(none)
 
     def _cases(self, m: int, g: int) -> list[PipelineCase]:
         search, space = self.search, self.search.space
@@ -363,7 +382,7 @@ class RegularSearch:
     def _grid(self, m: int, g: int) -> list[tuple[float, float]]:
         """The multipliers at which bounds of a mesh are made: many prices of a byte, where a saved byte counts once or
         for as many microbatches as there are groups."""
-        if self.tables.fits_unconstrained(m):
+        if self.tables.fits_unconstrained(m) and (m, g) not in self._tight:
             return [NO_MULTIPLIER]
         flights = dict.fromkeys((1.0, float(min(m, len(self._places[g])))))
         grid = [NO_MULTIPLIER, *((factor, flight) for flight in flights for factor in FACTORS)]
