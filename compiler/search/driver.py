@@ -91,6 +91,8 @@ __all__ = [
 
 #: the fraction of a step below which overlapped seconds are the same in every plan
 MIN_HIDDEN_FRACTION = 0.01
+#: clock seconds per simulated second, at least, that tell of other candidates: less is due to memory
+LEAST_CLOCK_RATIO = 0.98
 #: candidates that are built
 MAX_TRIES = 5
 #: times that the stages of one candidate are solved again under a lower memory limit
@@ -393,8 +395,8 @@ def _build_plans(
             built: BuiltStages = {}
             plan = _build_interruptibly(search, candidate, bool(plans), built)
             search.clocks.append((candidate.clock_s, plan.prediction.step_s))
-            ratio = clock_ratios.get(candidate.schedule, 1.0)
-            clock_ratios[candidate.schedule] = min(candidate.clock_s / plan.prediction.step_s, ratio)
+            ratio = max(candidate.clock_s / plan.prediction.step_s, LEAST_CLOCK_RATIO)
+            clock_ratios[candidate.schedule] = min(ratio, clock_ratios.get(candidate.schedule, 1.0))
             is_simpler = all(_rank(candidate.schedule) < _rank(one.schedule) for one in plans)
             slower = plan.prediction.step_s >= limit_s * (1 + TIE_TOLERANCE * is_simpler)
             if slower or any(same_decisions(plan, other) for other in plans):
