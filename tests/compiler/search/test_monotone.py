@@ -119,3 +119,16 @@ def test_the_freer_question_has_no_slower_plan(model: str, cluster: str, narrowe
     assert free.prediction.step_s - told_s <= strict.prediction.step_s * (1 + WORSE)
     assert free.prediction.bound_s <= strict.prediction.step_s * (1 + 1e-9)
     assert strict.prediction.bound_s <= strict.prediction.step_s
+
+
+KNOWN = pytest.mark.xfail(strict=True, reason="1.7 % slower: other candidates are built first")
+
+
+@pytest.mark.parametrize(("memory", "microbatches"), [pytest.param(130, 2, marks=KNOWN), (90, 4)])
+def test_idle_devices_do_not_hide_that_memory_is_scarce(memory: int, microbatches: int) -> None:
+    """On all devices of a larger cluster the model is small; in the few that it is fastest on, it is not."""
+    asked = (("schedule", "zb-v"), ("microbatches", microbatches))
+    few, many = (planned("gpt", f"p3.16xlarge:{hosts} with {memory} MiB", asked) for hosts in (1, 4))
+    assert few is not None
+    assert many is not None
+    assert many.prediction.step_s <= few.prediction.step_s * (1 + WORSE)
