@@ -121,7 +121,7 @@ def test_the_freer_question_has_no_slower_plan(model: str, cluster: str, narrowe
     assert strict.prediction.bound_s <= strict.prediction.step_s
 
 
-KNOWN = pytest.mark.xfail(strict=True, reason="1.7 % slower: other candidates are built first")
+KNOWN = pytest.mark.xfail(strict=True, reason="1.7 % slower than on one host; the cause is not known")
 
 
 @pytest.mark.parametrize(("memory", "microbatches"), [pytest.param(130, 2, marks=KNOWN), (90, 4)])
