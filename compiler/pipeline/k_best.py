@@ -1,4 +1,4 @@
-"""The k best pipelines of a recurrence, and those that a bisection for T passes.
+"""The k best pipelines of a recurrence.
 
 The recurrence (``recurrence``) is solved with the microbatches in flight that a schedule holds.
 
@@ -34,7 +34,6 @@ __all__ = [
     "RecurrenceSolution",
     "evaluate",
     "gather_arcs",
-    "least_latency",
     "minimise",
     "modes",
 ]
@@ -173,61 +172,6 @@ def _stages(one: ModeSolution, path: object) -> _Stages:
     return tuple(reversed(out))
 
 
-def least_latency(
-    search: StageRecurrence, of: Sequence[Mode], best: float, epsilon: float, sweeps: int
-) -> list[_Stages]:
-    """Pipelines of least Σ fills + max head (``search`` is additive), the best first, then others that the bisection
-    passed: the best of these and ``best`` is within the fraction ``epsilon`` of the optimum unless ``sweeps`` runs out.
-    """
-    if search.low >= best * (1.0 - epsilon):
-        return []
-    found = gather_arcs(search, of, best * (1 + 1e-12))
-    heads = [one.head[np.isfinite(one.head)] for one in found.by_mode]
-    caps = np.unique(np.concatenate(heads)) if heads else np.empty(0)
-    passed: list[tuple[float, _Stages]] = []
-    least = int(np.searchsorted(caps, search.least_head))
-    # pipelines whose largest head is in caps[low..high] have sums of at least `total`, and values of at least the first
-    queue: list[tuple[float, int, int, float]] = []
-    if least < len(caps):
-        queue.append((search.low, least, len(caps) - 1, search.low - search.least_head))
-    while queue and sweeps > 0 and queue[0][0] < best * (1.0 - epsilon):
-        _, low, high, total = heapq.heappop(queue)
-        high = min(high, int(np.searchsorted(caps, best - total, "right")) - 1)  # slower stages than this cannot win
-        if low > high:
-            continue
-        sweeps -= 1
-        middle = min(max(int(np.searchsorted(caps, (caps[low] + caps[high]) / 2, "right")) - 1, low), high)
-        reached, slowest, stages = _sweep(found, float(caps[middle]), best)
-        if middle < high:
-            heapq.heappush(queue, (total + float(caps[middle + 1]), middle + 1, high, total))
-        if stages:
-            passed.append((reached + slowest, stages))
-            best = min(best, reached + slowest)
-            below = int(np.searchsorted(caps, slowest)) - 1
-            if below >= low:
-                heapq.heappush(queue, (reached + float(caps[low]), low, below, reached))
-    return [stages for _, stages in sorted(passed)]
-
-
-def _sweep(found: RecurrenceSolution, cap: float, most: float) -> tuple[float, float, _Stages]:
-    """(least sum of fills with no head over ``cap``, the largest head of the pipeline that has it, that pipeline), of
-    the pipelines worth at most ``most``."""
-    swept = []
-    for one in found.by_mode:
-        slow = one.head.min(axis=1) > cap
-        arcs = one.arcs.only(~slow[one.arcs.entry] & (one.arcs.worth <= most))
-        fill = np.where(one.head <= cap, one.fill, inf)
-        value = arcs.values(None, fill, one.counted)
-        swept.append(replace(one, arcs=arcs, head=np.zeros_like(fill), fill=fill, value=value))
-    index = min(range(len(swept)), key=lambda k: swept[k].best, default=0)
-    if not swept or not isfinite(swept[index].best):
-        return inf, inf, ()
-    one, head = swept[index], found.by_mode[index].head
-    path = one.path()
-    slowest = max(float(head[one.arcs.entry[arc], column]) for arc, column in path)
-    return one.best, slowest, tuple(one.arcs.choice(arc) for arc, _ in path)
-
-
 LIMIT_STEPS = (0.02, 0.15, 0.5, 2.0, 8.0, inf)  # how far above the lower bound pipelines are looked for, in turn
 
 
@@ -344,11 +288,7 @@ def _possible(search: StageRecurrence, arcs: Arcs, of: Sequence[Mode], most: flo
     """The modes that may have a pipeline worth at most ``most``: solved with any number of stages, each holding the
     fewest microbatches that a stage of the mode does."""
     head, fill = arcs.priced(search.costs, [min(mode.flights) for mode in of])
-    if search.additive:
-        worth = arcs.values(None, np.where(np.isfinite(head), fill, inf), False)[0] + search.least_head
-    else:
-        worth = arcs.values(head, fill, False)[0]
-    return [mode for mode, least in zip(of, worth) if least <= most]
+    return [mode for mode, least in zip(of, arcs.values(head, fill, False)[0]) if least <= most]
 
 
 def evaluate(found: RecurrenceSolution) -> RecurrenceSolution:

@@ -27,7 +27,7 @@ the arcs on which (fills before) ∪ head ∪ (fill + bound on what is left) ≤
 them.
 
 ``Prices`` are the costs of the recurrence: a table's numbers per (row, pair of layers) as heads and fills.
-``Prices.path`` makes W, ``latency`` T and ``excess`` the bytes over the limit (``stage_dp`` says what these are).
+``Prices.path`` makes W and ``excess`` the bytes over the limit (``stage_dp`` says what these are).
 ``turn_lines`` are what ``bounds`` proves of one pipeline beyond W.
 """
 
@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, inf
 
@@ -145,12 +145,6 @@ class Arcs:
             out.append((int(begins[low]), stop, begins[low:high] - begins[low], states[low:high]))
         return out
 
-    def only(self, kept: NDArray[np.bool_]) -> Arcs:
-        """Some of the arcs."""
-        return replace(
-            self, source=self.source[kept], target=self.target[kept], entry=self.entry[kept], worth=self.worth[kept]
-        )
-
     def values(
         self, head: Floats | None, fill: Floats, counted: bool, lines: Lines = (), sums: Floats | None = None
     ) -> Floats:
@@ -226,8 +220,8 @@ def _columns(arrays: Sequence[Floats]) -> Floats:
 class StageRecurrence:
     """The recurrence over ``rows`` with the least ``costs`` over ``flights``; ``allowed`` says which pairs may be
     stages. labels: rows of a group and a label count as one (a row that another of them never loses to is left out).
-    additive: paths are worth the sum of their fills + the largest of their heads. turns: the lines of arcs, whose
-    constants grow with head, fill and ``parts``: what else to compare before a row is left out.
+    turns: the lines of arcs, whose constants grow with head, fill and ``parts``: what else to compare before a row is
+    left out.
     """
 
     def __init__(
@@ -237,11 +231,10 @@ class StageRecurrence:
         flights: Sequence[int],
         allowed: NDArray[np.bool_],
         labels: Sequence[int] | None = None,
-        additive: bool = False,
         turns: Turns | None = None,
         parts: Callable[[int], Sequence[Floats]] = lambda q: (),
     ) -> None:
-        self.rows, self.costs, self.additive, self.turns = rows, costs, additive, turns
+        self.rows, self.costs, self.turns = rows, costs, turns
         self.ends = sorted({min(flights), max(flights)})  # the costs are monotone in between
         (head, fill), (other_head, other_fill) = (costs(q, slice(None), slice(None)) for q in (self.ends * 2)[:2])
         high_head, high_fill = np.maximum(head, other_head), np.maximum(fill, other_fill)
@@ -276,19 +269,14 @@ class StageRecurrence:
     @cached_property
     def suffix(self) -> tuple[Floats, Floats]:
         """(value [L + 1, positions + 1] of what is left, the same [groups, L + 1, positions] behind each group)."""
-        return self._dense(None if self.additive else self.group_head, self.group_fill)
-
-    @cached_property
-    def least_head(self) -> float:
-        """The least that the largest head of any path can be."""
-        return float(self._dense(self.group_head, None)[0][0, 0])
+        return self._dense(self.group_head, self.group_fill)
 
     @property
     def low(self) -> float:
         """A lower bound on every path."""
-        return float(self.suffix[0][0, 0]) + (self.least_head if self.additive else 0.0)
+        return float(self.suffix[0][0, 0])
 
-    def _dense(self, head: Floats | None, fill: Floats | None) -> tuple[Floats, Floats]:
+    def _dense(self, head: Floats, fill: Floats) -> tuple[Floats, Floats]:
         rows = self.rows
         layers, width = rows.num_layers, len(rows.positions)
         value = np.full((layers + 1, width + 1), inf)
@@ -296,11 +284,7 @@ class StageRecurrence:
         behind = np.full((rows.num_groups, layers + 1, width), inf)
         behind[:, layers] = value[layers][rows.after]
         for i in range(layers - 1, -1, -1):
-            total = behind[:, i + 1 :]
-            if fill is not None:
-                total = total + fill[:, i, i + 1 :, None]
-            if head is not None:
-                total = np.maximum(total, head[:, i, i + 1 :, None])
+            total = np.maximum(behind[:, i + 1 :] + fill[:, i, i + 1 :, None], head[:, i, i + 1 :, None])
             value[i, :width] = total.min(axis=(0, 1))
             behind[:, i] = value[i][rows.after]
         return value, behind
@@ -309,16 +293,6 @@ class StageRecurrence:
         """True if any arc's costs change with the microbatches in flight."""
         (head, fill), *other = [self.costs(q, arcs.entry_row, arcs.entry_pair) for q in self.ends]
         return any((more != head).any() or (longer != fill).any() for more, longer in other)
-
-    def _worth(self, before: Floats, head: Floats, fill: Floats, left: Floats) -> Floats:
-        """A lower bound on a path through an arc."""
-        worth = fill + left
-        if self.additive:
-            worth += np.maximum(head, self.least_head)
-        else:
-            np.maximum(worth, head, out=worth)
-        worth += before
-        return worth
 
     def arcs(self, most: float) -> Arcs:
         """The arcs of all paths that are worth at most ``most``."""
@@ -337,7 +311,7 @@ class StageRecurrence:
         row = by_group[begins[group[arc]] + nth]
         key = row * pairs + pair[arc]
         head, left = self.head.ravel()[key], self.suffix[0][:, :width].ravel()[target[arc]]
-        worth = self._worth(before[arc], head, self.fill.ravel()[key], left)
+        worth = before[arc] + np.maximum(head, self.fill.ravel()[key] + left)
         kept = np.isfinite(head) & (worth <= most)
         arc, key = arc[kept], key[kept]
         used = np.zeros(len(rows.option) * pairs, dtype=bool)
@@ -360,7 +334,7 @@ class StageRecurrence:
             group, j = np.nonzero(np.isfinite(heads) & (heads <= most - reach[i, p].min()))
             j += i + 1
             head, fill = self.group_head[group, i, j], self.group_fill[group, i, j]
-            worth = self._worth(reach[i, p], head[:, None], fill[:, None], behind[group, j][:, p])
+            worth = reach[i, p] + np.maximum(head[:, None], fill[:, None] + behind[group, j][:, p])
             at, k = np.nonzero((worth <= most).T & np.isfinite(worth).T)  # by position
             group, j, fill, at = group[k], j[k], fill[k], p[at]
             to = rows.after[group, at]
@@ -410,7 +384,6 @@ class Prices:
         self._path = m * self.pace + once, fill
         if schedule == PIPEDREAM:  # no fill: the slowest stage is all
             self._path = m * self.pace + rows.packed(table.step_s), np.zeros_like(fill)
-        self._latency = m * self.pace - through, fill
         self.base, self.saved = rows.packed(table.resident) + rows.packed(table.transient), rows.packed(table.saved)
         self.limit = np.broadcast_to(rows.limit[:, None], self.base.shape)
 
@@ -432,11 +405,6 @@ class Prices:
         """The values that the constants of ``turns`` grow with, beside head and fill."""
         trip, rest, _ = self._way
         return trip, rest - trip if self.schedule == "gpipe" else rest
-
-    def latency(self, q: int, row: Ints | slice, pair: Ints | slice) -> tuple[Floats, Floats]:
-        """T: every stage's fill e + t + x, and one more head (m − 1) t."""
-        head, fill = self._latency
-        return np.where(self._fits(q, row, pair), head[row, pair], inf), fill[row, pair]
 
     def excess(self, q: int, row: Ints | slice, pair: Ints | slice) -> tuple[Floats, Floats]:
         """Bytes over the limit, where the stage can run at all; no fills."""

@@ -24,10 +24,7 @@ in place of the second t in W and of t in T's sum, and T's last term is max (m t
 Under 1F1B and GPipe pipelines are ranked by what is proven of their own makespans (``bounds``: V, and the way
 of messages there and back as often as microbatches must wait for it), exactly: best first over partial pipelines, with
 the recurrence Z of ``recurrence`` — W and these lines — for what is left, until the ``top_k`` best are whole
-(``k_best``). Under zb-h1 they are ranked by W, solved exactly by the same recurrence without lines, and by T:
-by a bisection over caps on max t: let V(c) be the least Σ under the cap c. If
-the pipeline at c has slowest stage t*, no pipeline with max t in [t*, c] is better, and every one with max t in [a, b]
-takes at least V(c) + (m − 1) a for any c ≥ b. Ranges are split least bound first, until that is within ε of the best.
+(``k_best``). Under zb-h1 they are ranked by T in the same way, with W, which T is never below, for what is left.
 
 A pipeline that never drains (``families``) has no fill: its W is the slowest stage's m t_k + σ_k, by which it is
 ranked, and its estimate is no less than its slowest way there and back, by the microbatches in flight on it.
@@ -45,7 +42,7 @@ import numpy as np
 
 from .bounds import TRIALS, MakespanBound, candidate_makespan
 from .families import PIPEDREAM, in_flight_formula
-from .k_best import Mode, Ranking, evaluate, gather_arcs, least_latency, minimise, modes
+from .k_best import Mode, Ranking, evaluate, gather_arcs, minimise, modes
 from .recurrence import Prices, Rows, StageRecurrence
 from .table import (
     InfeasiblePipeline,
@@ -59,12 +56,8 @@ from .table import (
 
 __all__ = ["RankingLimits", "bound_of", "describe_pipeline", "solve"]
 
-#: the fraction of T to which the bisection is exact, if it has sweeps enough
-_EPSILON = 1e-3
-#: steps of the bisection
-_SWEEPS = 12
-#: how far above the cut-off zb-h1's objectives may be: they bound no makespan
-_ABOVE = 1.05
+#: by which zb-h1's W and T, which bound no makespan, may be above the cut-off; by which T may be above W
+_ABOVE, _SPLIT_SLACK = 1.05, 0.3
 _Stages = tuple[StageChoice, ...]
 
 
@@ -91,7 +84,7 @@ def solve(
     *,
     explain: bool = True,
 ) -> PipelineSolution | InfeasiblePipeline:
-    """The pipelines of least estimate (zb-h1: of least W, and those of least T), within ``limits``.
+    """The pipelines of least estimate (zb-h1: of least T), within ``limits``.
 
     The schedule has one stage per device group; ``regular`` solves those with several chunks. explain: if
     nothing fits, find out what is missing. ValueError on bad arguments.
@@ -100,8 +93,7 @@ def solve(
     rows = Rows(table.options, table.num_layers, table.num_devices)
     of = _modes(rows, m, schedule, constraints)
     prices = Prices(table, rows, m, schedule)
-    ranked = _by_path if schedule.startswith("zb") else _by_estimate
-    pipelines, least, complete = ranked(table, prices, of, constraints, limits)
+    pipelines, least, complete = _ranked(table, prices, of, constraints, limits)
     if pipelines:
         return PipelineSolution(tuple(pipelines), least, complete)
     if isfinite(limits.most):
@@ -109,21 +101,22 @@ def solve(
     return _infeasible(table, rows, prices, of, constraints) if explain else InfeasiblePipeline("no pipeline fits", inf)
 
 
-_Answer = tuple[list[Pipeline], float, bool]  # pipelines, the recurrence's least value, complete
-
-
-def _by_estimate(
+def _ranked(
     table: PipelineTable, prices: Prices, of: Sequence[Mode], constraints: StageConstraints, limits: RankingLimits
-) -> _Answer:
-    """The pipelines of least estimate. Z is no more than these: if none is within the slack, more follow."""
+) -> tuple[list[Pipeline], float, bool]:
+    """(the pipelines of least estimate, the least value of the recurrence, complete). Z is no more than these: if none
+    is within the slack, more follow."""
     top_k, slack, visits, most = limits.top_k, limits.slack, limits.visits, limits.most
+    is_split = prices.schedule.startswith("zb")
+    if is_split:
+        slack, most = max(slack, _SPLIT_SLACK), most * _ABOVE
     rows = prices.rows
     if not len(rows.option):
         return [], inf, True
     shapes = [table.options[option].shape for option in rows.option]
     search = StageRecurrence(
         rows, prices.path, _flights(of), constraints.allowed(rows.first, rows.end), shapes,
-        turns=None if prices.schedule == PIPEDREAM else prices.turns, parts=prices.parts,
+        turns=None if is_split or prices.schedule == PIPEDREAM else prices.turns, parts=prices.parts,
     )  # fmt: skip
     solution = minimise(search, of, keep=slack, most=most)
     least = inf if solution is None else solution.best
@@ -131,7 +124,7 @@ def _by_estimate(
         limit = min(least * (1.0 + slack) * (1 + 1e-12), most)
         ranking = Ranking(solution, table.options, limit, visits, lambda one: _judged(table, prices, one))
         if (pipelines := ranking.best(top_k)) or limit >= most:
-            return pipelines, least, ranking.complete
+            return [one for one in pipelines if one.estimate_s <= limits.most], least, ranking.complete
         slack = 2.0 * slack + 0.05
         solution = evaluate(gather_arcs(search, of, min(least * (1.0 + slack) * (1 + 1e-12), most)))
     return [], inf, True
@@ -139,33 +132,9 @@ def _by_estimate(
 
 def _judged(table: PipelineTable, prices: Prices, stages: _Stages) -> tuple[float, Pipeline]:
     pipeline = describe_pipeline(table, prices.m, prices.schedule, stages)
-    by_path = prices.schedule.startswith("zb") or prices.schedule == PIPEDREAM
-    return pipeline.path_s if by_path else pipeline.estimate_s, pipeline
-
-
-def _by_path(
-    table: PipelineTable, prices: Prices, of: Sequence[Mode], constraints: StageConstraints, limits: RankingLimits
-) -> _Answer:
-    """The pipelines of least W and T, neither of which bounds a makespan: those a little above ``most`` count, too."""
-    top_k, slack, visits, most = limits.top_k, limits.slack, limits.visits, limits.most
-    rows, flights, allowed = prices.rows, _flights(of), constraints.allowed(prices.rows.first, prices.rows.end)
-    if not len(rows.option):
-        return [], inf, True
-    shapes = [table.options[option].shape for option in rows.option]
-    search = StageRecurrence(rows, prices.path, flights, allowed, shapes)
-    solution = minimise(search, of, keep=slack, most=most * _ABOVE)
-    if solution is None:
-        return [], inf, True
-    limit = min(solution.best * (1.0 + slack) * (1 + 1e-12), most * _ABOVE)
-    ranking = Ranking(solution, table.options, limit, visits, lambda one: _judged(table, prices, one))
-    pipelines = ranking.best(top_k)
-    pipelines = pipelines or [describe_pipeline(table, prices.m, prices.schedule, solution.stages())]
-    summed = StageRecurrence(rows, prices.latency, flights, allowed, additive=True)
-    passed = least_latency(summed, of, min(one.latency_s for one in pipelines), _EPSILON, _SWEEPS)[:top_k]
-    stages = {one.stages for one in pipelines}
-    pipelines += [describe_pipeline(table, prices.m, prices.schedule, one) for one in passed if one not in stages]
-    competitive = [one for one in pipelines if one.estimate_s <= most]
-    return sorted(competitive, key=lambda one: one.estimate_s), solution.best, ranking.complete
+    if prices.schedule.startswith("zb"):
+        return pipeline.latency_s, pipeline
+    return pipeline.path_s if prices.schedule == PIPEDREAM else pipeline.estimate_s, pipeline
 
 
 def bound_of(
