@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -68,6 +68,10 @@ class StageRow:
     def choices(self, first: int, end: int) -> tuple[dict[str, str], tuple[str, ...], tuple[BorderState, ...]]:
         """``IntervalComposer.choices`` of layers [first, end)."""
         return self.composer.choices(self.row, first, end, self.then)
+
+    def labels(self, layers: Container[int], first: int, end: int) -> dict[str, str]:
+        """``IntervalComposer.labels`` of some layers in [first, end)."""
+        return self.composer.labels(layers, self.row, first, end, self.then)
 
     @property
     def levels(self) -> list[int]:

@@ -124,7 +124,7 @@ class SearchTables(SearchBounds):
         for stage, row, k in zip(pipeline.stages, rows, home) if p > 1 else ():
             here = range(stage.first_layer, stage.end_layer)
             if held := [node for node, layers in self._shared if any(layer in here for layer in layers)]:
-                labels, _, _ = row.choices(stage.first_layer, stage.end_layer)
+                labels = row.labels(self._sharing, stage.first_layer, stage.end_layer)
                 for node in held:
                     specs[k][node.meta["source"].name] = parse_pair(labels[node.name].partition(" ")[0]).value
         holders: dict[int, Holder] = {}
@@ -149,6 +149,11 @@ class SearchTables(SearchBounds):
     @cached_property
     def _shared(self) -> list[tuple[Node, list[int]]]:
         return self.search.layering.shared_weights(self.search.graph)
+
+    @cached_property
+    def _sharing(self) -> frozenset[int]:
+        """The layers that share weights."""
+        return frozenset(layer for _, layers in self._shared for layer in layers)
 
     def _rows(
         self, m: int, pipeline: Pipeline, pairs: Sequence[tuple[Submesh, int]], mixes: Sequence[Mix]

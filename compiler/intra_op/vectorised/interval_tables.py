@@ -20,10 +20,10 @@ pace_s (actions included), step_s, transfer_s and the bytes are those of the cho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -413,21 +413,45 @@ class IntervalComposer:
         """({op or parameter node → label}, recompute mode per layer, state per border) of the best way through layers
         [first, end). A parameter that several of these layers use has the label of the first. then: a layer from which
         on another row of this case holds. ValueError where there is no way."""
-        cut, other = then or (end, row)
-        by_layer = [*self._by_layer(row, first, cut), *self._by_layer(other, cut, end)]
-        path = self._path(row, first, end, by_layer)
         labels: dict[str, str] = {}
-        modes = []
-        for layer, (table, position), into, out in zip(range(first, end), by_layer, path, path[1:]):
-            chosen, mode = table.choices(position, into, out)
-            modes.append(table.template.modes[mode])
-            template, names = table.template, self._names(table.template.layer, layer)
-            section, chosen = template.decision(chosen)
-            for operator, (name, kind, choice) in enumerate(zip(section.names, section.kinds, chosen)):
-                if kind in ("op", "parameter") and name in names:
-                    labels.setdefault(names[name], section.label(operator, choice, row[0]))
+        by_layer, path = self._way(row, first, end, then)
+        modes = [
+            self._add_labels(labels, row[0], layer, *table, *borders)
+            for layer, table, borders in zip(range(first, end), by_layer, pairwise(path))
+        ]
         states = tuple(self.states(first + k)[0][s] for k, s in enumerate(path))
         return labels, tuple(modes), states
+
+    def labels(
+        self, layers: Container[int], row: Row, first: int, end: int, then: tuple[int, Row] | None = None
+    ) -> dict[str, str]:
+        """The labels of ``choices`` that are chosen in some layers."""
+        labels: dict[str, str] = {}
+        by_layer, path = self._way(row, first, end, then)
+        for layer, table, borders in zip(range(first, end), by_layer, pairwise(path)):
+            if layer in layers:
+                self._add_labels(labels, row[0], layer, *table, *borders)
+        return labels
+
+    def _way(
+        self, row: Row, first: int, end: int, then: tuple[int, Row] | None
+    ) -> tuple[list[tuple[LayerTables, int]], list[int]]:
+        """(the tables of each layer, and the position of the row in them; the border states of the best way)."""
+        cut, other = then or (end, row)
+        by_layer = [*self._by_layer(row, first, cut), *self._by_layer(other, cut, end)]
+        return by_layer, self._path(row, first, end, by_layer)
+
+    def _add_labels(
+        self, labels: dict[str, str], case: int, layer: int, table: LayerTables, position: int, into: int, out: int
+    ) -> str:
+        """Add the labels of a layer between two border states, and return its recompute mode."""
+        chosen, mode = table.choices(position, into, out)
+        template, names = table.template, self._names(table.template.layer, layer)
+        section, chosen = template.decision(chosen)
+        for operator, (name, kind, choice) in enumerate(zip(section.names, section.kinds, chosen)):
+            if kind in ("op", "parameter") and name in names:
+                labels.setdefault(names[name], section.label(operator, choice, case))
+        return template.modes[mode]
 
     def _path(self, row: Row, first: int, end: int, by_layer: Sequence[tuple[LayerTables, int]]) -> list[int]:
         """The border states (indices) of the best way through layers [first, end)."""
@@ -449,13 +473,16 @@ class IntervalComposer:
 
     def _names(self, source: int, layer: int) -> dict[str, str]:
         """Ops and parameters of layer ``source`` → those in the same place of ``layer``, of the same class."""
-        layers, nodes = self.cases.layering.layers, self.cases.source.by_name()
-        names = dict(zip(layers[source].ops, layers[layer].ops, strict=True))
-        for ours, theirs in list(names.items()):
-            for one, other in zip(tensor_operands(nodes[ours]), tensor_operands(nodes[theirs]), strict=True):
-                if one.op == "placeholder":
-                    names.setdefault(one.name, other.name)
-        return names
+        key, cache = ("names", source, layer), self.cases.cache
+        if key not in cache:
+            layers, nodes = self.cases.layering.layers, self.cases.source.by_name()
+            names = dict(zip(layers[source].ops, layers[layer].ops, strict=True))
+            for ours, theirs in list(names.items()):
+                for one, other in zip(tensor_operands(nodes[ours]), tensor_operands(nodes[theirs]), strict=True):
+                    if one.op == "placeholder":
+                        names.setdefault(one.name, other.name)
+            cache[key] = names
+        return cache[key]
 
 
 def _least_phases(section: CaseSection) -> np.ndarray:
