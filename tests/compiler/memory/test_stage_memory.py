@@ -22,6 +22,7 @@ from meshwright.compiler.errors import StageError
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.layers import differentiable_nodes
 from meshwright.compiler.ir.graph import op_name
+from meshwright.compiler.memory import kernel_workspace
 from meshwright.compiler.memory.abstract_run import Tracker
 from meshwright.compiler.memory.buffers import update_bytes
 from meshwright.compiler.memory.kernel_workspace import attention_stand_in
@@ -89,7 +90,9 @@ CONVOLUTIONS = {
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 @pytest.mark.parametrize("case", CONVOLUTIONS)
-def test_convolutions_take_the_room_that_the_real_kernels_take(case: str) -> None:
+def test_convolutions_take_the_room_that_the_real_kernels_take(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.backends.cpu.get_cpu_capability() == "AVX2":
+        monkeypatch.setattr(kernel_workspace, "_BLOCK", 8)
     inside, out, kernel, stride, groups, batch, pixels, dtype = CONVOLUTIONS[case]
 
     def passes(device: str) -> list[Callable[[], Any]]:
