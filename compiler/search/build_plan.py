@@ -75,11 +75,13 @@ def plan_of_stages(search: SearchState, best: Candidate, parts: Sequence[SolvedS
             graph, cluster, layering.needs_grad, best.schedule, m, search.optimizer, parts,
             search.space.communication.activations,
         )  # fmt: skip
+    if m not in search.flops:
+        search.flops[m] = m * microbatch_flops(graph, cluster, layering)
     prediction = Prediction(
         step_s=step.step_s,
         bound_s=min(step.step_s, search.bound_s),
         stages=step.stages,
-        flops=m * microbatch_flops(graph, cluster, layering),
+        flops=search.flops[m],
         replicated_flops=m * sum(part.wasted_flops for part in parts),
         sources=step.sources,
     )
@@ -204,16 +206,16 @@ def solve_stages(
         if fitting:
             parts.append(min(fitting, key=lambda one: one.prediction.forward_s + one.prediction.backward_s))
             continue
-        by_layer = dict(enumerate(modes, first))
+        context = stage_context(search, best, graph, index, modes)
         question = (
-            *(first, end, offset, shape, row.submesh.roles, m, flight, ways, states[0], states[-1], best.schedule),
-            *(tuple(by_layer.items()), frozenset(labels.items())),
+            *(first, end, row.submesh, m, flight, ways, states[0], states[-1]),
+            *(context.recompute.modes, context.recompute.plain, frozenset(labels.items())),
         )
         answers = search.solved_stages.setdefault(question, [])
         part = _answer(answers, limit)
         if part is None:
             part = solve_stage(
-                stage_context(search, best, graph, index, modes),
+                context,
                 (first, end),
                 (states[0], states[-1]),
                 labels,
@@ -224,6 +226,8 @@ def solve_stages(
                 search.small,
             )
             answers.append((limit, part))
+        devices = tuple(range(offset, offset + row.submesh.num_devices))
+        part = replace(part, stage=replace(part.stage, devices=devices))
         known.setdefault(key, []).append((first, limit, part))
         parts.append(part)
         search.progress("refine", (index + 1) / len(home))

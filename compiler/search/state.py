@@ -147,6 +147,8 @@ class SearchState:
     memory_corrections: dict[tuple[tuple[int, ...], int, int], float] = field(default_factory=dict)
     #: what a stage was asked (all but its bytes) → (bytes that it may hold, the answer); see ``build_plan``
     solved_stages: dict[tuple[object, ...], list[tuple[float, SolvedStage]]] = field(default_factory=dict)
+    #: microbatches → FLOPs of a step
+    flops: dict[int, float] = field(default_factory=dict)
     #: (device offset, mesh shape) → the prices of a stage there
     pricers: dict[tuple[int, tuple[int, ...]], MeshPricer] = field(default_factory=dict)
     #: the space before the constraints narrowed it

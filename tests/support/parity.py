@@ -8,10 +8,14 @@ named below and compared in absolute terms. In float64 no such exception is need
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
+from meshwright.compiler.frontend.padding import capture_padded
 
 from tests.support.clusters import fast_links
 from tests.support.special_models import SPECIAL
@@ -76,6 +80,23 @@ def single_device(name: str, kind: str, m: int, double: bool = False, **options:
     return losses, model.state_dict()
 
 
+_captures: dict[object, Any] = {}  # of this rank, which is kept
+
+
+@contextmanager
+def captured_once(key: object) -> Iterator[None]:
+    """A scope in which the model of this key is captured once by each process: a capture takes longer than the
+    steps."""
+
+    def remembered(*arguments: Any, **options: Any) -> Any:
+        if key not in _captures:
+            _captures[key] = capture_padded(*arguments, **options)
+        return _captures[key]
+
+    with mock.patch("meshwright.parallel.capture_padded", remembered):
+        yield
+
+
 def run(
     name: str, kinds: tuple[str, ...], strategy: dict[str, int] | None, m: int | None, schedule: str,
     options: dict[str, Any],
@@ -91,16 +112,17 @@ def run(
         model = model.double()
         args = tuple(a.double() if a.is_floating_point() else a for a in args)
     start = {key: value.clone() for key, value in model.state_dict().items()}
-    parallel = mw.parallelize(
-        model,
-        fast_links(torch.distributed.get_world_size()),
-        example_inputs=args,
-        example_kwargs=kwargs,
-        optimizer=make_optimizer(kinds[0]),
-        strategy=strategy,
-        microbatches=m,
-        schedule=schedule,
-    )
+    with captured_once((name, double, *sorted(options.items()))):
+        parallel = mw.parallelize(
+            model,
+            fast_links(torch.distributed.get_world_size()),
+            example_inputs=args,
+            example_kwargs=kwargs,
+            optimizer=make_optimizer(kinds[0]),
+            strategy=strategy,
+            microbatches=m,
+            schedule=schedule,
+        )
     session, plan, found = parallel.session, parallel.plan, []
     stage = plan.stage_of(torch.distributed.get_rank())
     for turn, kind in enumerate(kinds):
