@@ -65,7 +65,7 @@ from math import ceil, inf, isfinite
 
 import numpy as np
 
-from .families import PIPEDREAM, generate, virtual_order
+from .families import PIPEDREAM, generate, is_split, virtual_order
 from .k_best import LIMIT_STEPS, Mode, evaluate, gather_arcs, minimise
 from .recurrence import Rows, StageRecurrence, turn_lines
 from .simulate import simulate, simulate_steady_state
@@ -99,7 +99,7 @@ class BoundCosts:
         entry = none if floors.entry_s is None else rows.packed(floors.entry_s)
         self.once = np.where(self.is_first, self.step, entry)
         self.lagrange = [(row, rows.packed(row.value)) for row in floors.rows]
-        self.split = schedule.startswith("zb")
+        self.split = is_split(schedule)
         self.returns = floors.forward_share + floors.input_share if self.split else 1.0
         self._all: dict[int, tuple[Floats, Floats, Floats]] = {}  # by q, of all rows and pairs
 
@@ -254,7 +254,7 @@ def candidate_makespan(
     if schedule == PIPEDREAM:
         return _steady(m, pace_s, messages_s, step_s, in_flight)
     p, first_step = len(pace_s), step_s[0]
-    split = schedule.startswith("zb")
+    split = is_split(schedule)
     fills = [f + max(0.0, i - (t - f - i)) if split else t for t, f, i in zip(pace_s, forward_s, input_s)]
     trips = [f + i if split else t for t, f, i in zip(pace_s, forward_s, input_s)]
     messages = [*messages_s[: p - 1], 0.0]
@@ -335,7 +335,7 @@ def clock_seconds(
     def played(count: int) -> float:
         return simulate(
             generate(schedule, p, count, chunks), forward, [t - f for t, f in zip(pace, forward)], ahead or None, step,
-            back if ahead else None, weight if schedule.startswith("zb") else None,
+            back if ahead else None, weight if is_split(schedule) else None,
         ).makespan_s  # fmt: skip
 
     few = PERIODS_SIMULATED if v == 1 else PERIODS_SIMULATED_CHUNKED

@@ -67,6 +67,7 @@ __all__ = [
     "gpipe",
     "in_flight_formula",
     "interleaved",
+    "is_split",
     "known_schedules",
     "lag_steps",
     "one_f_one_b",
@@ -316,6 +317,11 @@ def generate(name: str, num_stages: int, num_microbatches: int, chunks: int | No
     """
     family, chunks = _family(name, chunks)
     return family.generate(num_stages, num_microbatches, chunks)
+
+
+def is_split(name: str) -> bool:
+    """True if this family runs the backward of inputs and that of weights as two actions."""
+    return name.startswith("zb")
 
 
 def virtual_order(name: str, num_stages: int, chunks: int | None = None) -> tuple[Place, ...]:

@@ -42,7 +42,7 @@ from math import ceil, inf
 import numpy as np
 from numpy.typing import NDArray
 
-from .families import PIPEDREAM
+from .families import PIPEDREAM, is_split
 from .table import Floats, Ints, PipelineTable, StageChoice, StageOption
 
 __all__ = ["Arcs", "Costs", "Lines", "Prices", "Rows", "StageRecurrence", "Turns", "fill_share", "turn_lines"]
@@ -344,7 +344,7 @@ class StageRecurrence:
 
 def fill_share(schedule: str, forward_share: Floats | float, input_share: Floats | float) -> Floats | float:
     """The part of a stage's pace by which it delays the others: f + max(0, b_input − b_weight) under zb-h1, else 1."""
-    if not schedule.startswith("zb"):
+    if not is_split(schedule):
         return 1.0
     return forward_share + np.maximum(0.0, 2.0 * input_share + forward_share - 1.0)
 
@@ -359,7 +359,7 @@ def turn_lines(
     trip, rest, once, head = way
     if schedule == "gpipe":
         return [(1.0, rest + head - trip)]
-    q = min(q, left) if schedule.startswith("zb") else q  # zb-h1 has the order of F and I of 1F1B
+    q = min(q, left) if is_split(schedule) else q  # zb-h1 has the order of F and I of 1F1B
     turns = float(ceil(m / q))
     second = (2.0, 2.0 * rest + (m - q - 1) * trip + once) if m > q else (1.0, rest + once)
     return [(turns, turns * rest + once), second]

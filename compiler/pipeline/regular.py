@@ -39,7 +39,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from .families import PIPEDREAM, generate, in_flight_formula
+from .families import PIPEDREAM, generate, in_flight_formula, is_split
 from .table import Floats, PipelineTable, StageConstraints
 
 __all__ = [
@@ -218,7 +218,7 @@ def in_flight_by_chunk(schedule: str, p: int, m: int, v: int) -> tuple[NDArray[n
 
 @lru_cache(maxsize=1024)
 def _played_flights(schedule: str, p: int, m: int, v: int) -> tuple[NDArray[np.intp], ...]:
-    last = "W" if _is_split(schedule) else "B"
+    last = "W" if is_split(schedule) else "B"
     out = []
     for row in generate(schedule, p, m, v).actions:
         now, seen, rose = [0] * v, set(), False
@@ -288,15 +288,13 @@ def least_paths(mesh: MeshTable, m: int, most: Mapping[str, int]) -> dict[str, F
     # A microbatch's way there and back, without the gradients of weights where these may wait: nothing but the first
     # stage's work per step follows on it, so values that have more of that in them bound what begins with the forwards
     # before a stage and ends with its own work.
-    ways = {
-        split: np.where(mesh.allowed, mesh.trip if split else mesh.pace, inf) for split in set(map(_is_split, most))
-    }
+    ways = {split: np.where(mesh.allowed, mesh.trip if split else mesh.pace, inf) for split in set(map(is_split, most))}
     tails = {split: _least_tails(way) for split, way in ways.items()}
     trips = {split: _paths([(m * way, way)] * count) for split, way in ways.items()}
 
     def stage(name: str, left: int) -> tuple[Floats, Floats | float]:
         """The seconds of the first of so many stages, and those that the others wait for it."""
-        flight, split = in_flight_formula(name, 0, left, m), _is_split(name)
+        flight, split = in_flight_formula(name, 0, left, m), is_split(name)
         bound = seconds(flight)  # of several stages the first holds as many as any that is so far from the end
         if name == PIPEDREAM:
             return m * bound, 0.0
@@ -308,14 +306,9 @@ def least_paths(mesh: MeshTable, m: int, most: Mapping[str, int]) -> dict[str, F
     found = {}
     for name, groups in most.items():
         found[name] = _paths(stage(name, left) for left in range(1, groups + 1))
-        for least in (trips[_is_split(name)], *works) if name != PIPEDREAM else ():
+        for least in (trips[is_split(name)], *works) if name != PIPEDREAM else ():
             found[name] = np.maximum(found[name], least[: groups + 1])
     return found
-
-
-def _is_split(schedule: str) -> bool:
-    """True if the gradients of weights may wait."""
-    return schedule.startswith("zb")
 
 
 def _paths(stages: Iterable[tuple[Floats, Floats | float]]) -> Floats:

@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cutting_planes import least_makespan
-from .families import generate, in_flight_formula, virtual_order
+from .families import generate, in_flight_formula, is_split, virtual_order
 from .recurrence import fill_share
 from .regular import MeshTable, Parts, PipelineCase, dual_levels, in_flight_by_chunk, least_paths
 from .table import Floats, Mix, Pipeline, StageChoice
@@ -405,7 +405,7 @@ class _Solver:
         pace, trip, forward, backward = (
             one[first, last] for one in (mesh.pace, mesh.trip, mesh.forward, mesh.backward)
         )
-        if case.schedule.startswith("zb"):
+        if is_split(case.schedule):
             kinds, known = "FIW", {"F": forward, "FI": trip, "IW": backward, "FIW": pace}
         else:
             kinds, known = "FB", {"F": forward, "B": backward, "FB": pace}

@@ -41,7 +41,7 @@ from math import inf, isfinite
 import numpy as np
 
 from .bounds import TRIALS, MakespanBound, candidate_makespan
-from .families import PIPEDREAM, in_flight_formula
+from .families import PIPEDREAM, in_flight_formula, is_split
 from .k_best import Mode, Ranking, evaluate, gather_arcs, minimise, modes
 from .recurrence import Prices, Rows, StageRecurrence
 from .table import (
@@ -107,8 +107,8 @@ def _ranked(
     """(the pipelines of least estimate, the least value of the recurrence, complete). Z is no more than these: if none
     is within the slack, more follow."""
     top_k, slack, visits, most = limits.top_k, limits.slack, limits.visits, limits.most
-    is_split = prices.schedule.startswith("zb")
-    if is_split:
+    split = is_split(prices.schedule)
+    if split:
         slack, most = max(slack, _SPLIT_SLACK), most * _ABOVE
     rows = prices.rows
     if not len(rows.option):
@@ -116,7 +116,7 @@ def _ranked(
     shapes = [table.options[option].shape for option in rows.option]
     search = StageRecurrence(
         rows, prices.path, _flights(of), constraints.allowed(rows.first, rows.end), shapes,
-        turns=None if is_split or prices.schedule == PIPEDREAM else prices.turns, parts=prices.parts,
+        turns=None if split or prices.schedule == PIPEDREAM else prices.turns, parts=prices.parts,
     )  # fmt: skip
     solution = minimise(search, of, keep=slack, most=most)
     least = inf if solution is None else solution.best
@@ -132,7 +132,7 @@ def _ranked(
 
 def _judged(table: PipelineTable, prices: Prices, stages: _Stages) -> tuple[float, Pipeline]:
     pipeline = describe_pipeline(table, prices.m, prices.schedule, stages)
-    if prices.schedule.startswith("zb"):
+    if is_split(prices.schedule):
         return pipeline.latency_s, pipeline
     return pipeline.path_s if prices.schedule == PIPEDREAM else pipeline.estimate_s, pipeline
 

@@ -16,7 +16,7 @@ from math import inf, isfinite
 
 from ..cost.gradient_reduction import lower_by_overlap, raise_by_overlap
 from ..errors import OverfullError
-from ..pipeline.families import EAGER_1F1B
+from ..pipeline.families import EAGER_1F1B, is_split
 from ..pipeline.stage_dp import bound_of
 from .lower_bounds import NO_MULTIPLIER
 from .space import CHUNKED, Submesh
@@ -63,7 +63,7 @@ class IrregularSearch:
                 if self.bounds[m, schedule] < best_s * (1 - BOUND_TOLERANCE):
                     found += self._solved(m, schedule, best_s)
                     stages = {len(one.rows) for one in found if one.microbatches == m}
-                    for p in sorted(stages) if schedule.startswith("zb") else ():  # W and T do not rank it well
+                    for p in sorted(stages) if is_split(schedule) else ():  # T does not rank it well
                         found += self._solved(m, schedule, best_s, (p, p))
         return self._ranked(found)
 
@@ -102,7 +102,7 @@ class IrregularSearch:
             return least_s
         paced = lower_by_overlap(1.0, m, cluster, tables.hidden_s / most_s) < 1 - MAX_LOWERED  # then by paces alone
         most = most_s if paced else raise_by_overlap(most_s, m, cluster, tables.hidden_s)
-        floors = tables.lower_bounds_of(m, tables.lean_levels(m, split=schedule == "zb-h1", ends=not paced))
+        floors = tables.lower_bounds_of(m, tables.lean_levels(m, split=is_split(schedule), ends=not paced))
         bound_s = bound_of(floors, cluster.num_devices, m, schedule, tables.cuts, most, 2)
         return max(least_s, bound_s if paced else lower_by_overlap(bound_s, m, cluster, tables.hidden_s))
 

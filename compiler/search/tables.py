@@ -13,7 +13,7 @@ from torch.fx import Node
 from ..cost.gradient_reduction import max_overlap, raise_by_overlap
 from ..ir.spec import Spec, parse_pair
 from ..pipeline.bounds import clock_seconds
-from ..pipeline.families import virtual_order
+from ..pipeline.families import is_split, virtual_order
 from ..pipeline.stage_dp import RankingLimits, describe_pipeline, solve
 from ..pipeline.table import InfeasiblePipeline, Mix, Pipeline, PipelineTable, StageChoice
 from .lower_bounds import LARGEST_MULTIPLIER, NO_MULTIPLIER, SearchBounds
@@ -84,7 +84,7 @@ class SearchTables(SearchBounds):
             limits = RankingLimits(top_k, slack, MAX_VISITS, raise_by_overlap(most_s, m, search.cluster, self.hidden_s))
             cuts = self.cuts if stages is None else replace(self.cuts, stages=stages)
             cut = dict[tuple[StageChoice, ...], None]()
-            for exposed in (0.0,) if schedule.startswith("zb") else EXPOSED_MESSAGES:
+            for exposed in (0.0,) if is_split(schedule) else EXPOSED_MESSAGES:
                 delayed = replace(table, pace_s=table.pace_s + exposed * messages)
                 answer = solve(delayed, m, schedule, cuts, limits, explain=False)
                 cut |= dict.fromkeys(one.stages for one in getattr(answer, "pipelines", ()))
