@@ -304,7 +304,7 @@ def test_a_stage_is_asked_for_its_labels_once_for_all_weights_it_shares(monkeypa
             return x.square().mean()
 
     candidates, asked = [], []
-    candidate, choices = SearchTables.candidate, StageRow.choices
+    candidate, labels_of = SearchTables.candidate, StageRow.labels
 
     def counted(self, m, schedule, pipeline, *rest):
         before = len(asked)
@@ -313,7 +313,7 @@ def test_a_stage_is_asked_for_its_labels_once_for_all_weights_it_shares(monkeypa
         return found
 
     monkeypatch.setattr(SearchTables, "candidate", counted)
-    monkeypatch.setattr(StageRow, "choices", lambda *given: asked.append(given) or choices(*given))
+    monkeypatch.setattr(StageRow, "labels", lambda *given: asked.append(given) or labels_of(*given))
     with torch.device("meta"):
         graph = capture(Twice(), (torch.zeros(64, 64),))
     make_plan(graph, Cluster.parse("p3.16xlarge:1"), 64, alternatives=False)
