@@ -58,7 +58,7 @@ def test_agrees_with_every_pipeline_of_small_tables(seed):
         possible = constraints.stages[0] <= min(layers, devices)
         constraints = constraints if possible else StageConstraints()
         best: dict[tuple[tuple[int, ...], ...], float] = {}
-        least = free = fastest = inf
+        least = free = fastest = least_path = inf
         for stages in every_pipeline(table, constraints):
             over = over_the_limit(table, stages, schedule, m)
             least, free = min(least, max(over, 0.0)), min(free, ranked_by(table, stages, m, schedule))
@@ -66,6 +66,7 @@ def test_agrees_with_every_pipeline_of_small_tables(seed):
                 key = meshes(table, stages)
                 best[key] = min(best.get(key, inf), ranked_by(table, stages, m, schedule))
                 fastest = min(fastest, clock(table, stages, schedule, m))
+                least_path = min(least_path, objectives(table, stages, m, schedule)[0])
         found = solve(table, m, schedule, constraints, RankingLimits(5, inf, 10**6))
         if not best:
             assert isinstance(found, InfeasiblePipeline), (case, found)
@@ -82,7 +83,7 @@ def test_agrees_with_every_pipeline_of_small_tables(seed):
         check_figures(table, found, m, schedule)
         expected = sorted(best.values())
         assert found.least_s <= expected[0] * (1 + 1e-9), case
-        assert found.least_s >= expected[0] * 0.7 * (1 - 1e-9), case
+        assert found.least_s >= (least_path if schedule == "zb-h1" else 0.7 * expected[0]) * (1 - 1e-9), case
         got: dict[tuple[tuple[int, ...], ...], float] = {}
         for one in found.pipelines:
             key = meshes(table, one.stages)
