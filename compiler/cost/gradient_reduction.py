@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from itertools import product
 
 import torch
+from torch.fx import Node
 
 from ...costmodel.cluster import Cluster
 from ...costmodel.codecs import CODECS
@@ -42,6 +43,7 @@ __all__ = [
     "make_buckets",
     "max_hidden_seconds",
     "max_overlap",
+    "max_reduction_seconds",
     "raise_by_overlap",
     "route_source",
 ]  # fmt: skip
@@ -103,8 +105,13 @@ def hidden_seconds(
 
 def max_hidden_seconds(graph: Graph, cluster: Cluster, optimizer: str, shapes: Iterable[tuple[int, ...]]) -> float:
     """Upper bound on the seconds of reductions that can hide in any plan over meshes of these shapes."""
-    share = max_overlap(cluster)
-    return share * _max_reduction_seconds(graph, cluster, optimizer, shapes) if share else 0.0
+    share, parameters = max_overlap(cluster), list(graph.placeholders("parameter"))
+    if not share:
+        return 0.0
+    # of a shared weight several stages may hold a copy
+    parameters += [node for node in parameters for _ in node.meta["source"].aliases]
+    meshes = [MeshPricer(cluster, 0, shape, optimizer, mixed=graph.mixed) for shape in set(shapes)]
+    return share * max((max_reduction_seconds(pricer, parameters) for pricer in meshes), default=0.0)
 
 
 def lower_by_overlap(bound_s: float, microbatches: int, cluster: Cluster, hidden_s: float) -> float:
@@ -123,19 +130,14 @@ def max_overlap(cluster: Cluster) -> float:
     return max(host.device.overlap for host in cluster.hosts) if cluster.num_devices > 1 else 0.0
 
 
-def _max_reduction_seconds(graph: Graph, cluster: Cluster, optimizer: str, shapes: Iterable[tuple[int, ...]]) -> float:
-    """Seconds to sum every gradient alone and whole, over the slowest groups of any mesh."""
-    sizes: Counter[int] = Counter()
-    for node in graph.placeholders("parameter"):
-        if node.meta["source"].requires_grad:  # of a shared weight several stages may hold a copy
-            sizes[gradient_type(node.meta["type"], graph.mixed).nbytes] += 1 + len(node.meta["source"].aliases)
-    worst = 0.0
-    for shape in set(shapes):
-        pricer = MeshPricer(cluster, 0, shape, optimizer)
-        groups = [(axis,) for axis in range(len(shape))] + ([tuple(range(len(shape)))] if len(shape) > 1 else [])
-        for axes in groups:
-            worst = max(worst, sum(count * pricer.reduce_seconds(size, axes) for size, count in sizes.items()))
-    return worst
+def max_reduction_seconds(pricer: MeshPricer, parameters: Iterable[Node]) -> float:
+    """Seconds to sum the gradient of each of these alone and whole, over the slowest groups of a mesh."""
+    trained = [node for node in parameters if node.meta["source"].requires_grad]
+    sizes = Counter(gradient_type(node.meta["type"], pricer.mixed).nbytes for node in trained)
+    num = len(pricer.mesh_shape)
+    groups = [(axis,) for axis in range(num)] + ([tuple(range(num))] if num > 1 else [])
+    each = (sum(count * pricer.reduce_seconds(size, axes) for size, count in sizes.items()) for axes in groups)
+    return max(each, default=0.0)
 
 
 # ---- what is chosen

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from math import prod
@@ -344,11 +344,13 @@ def output_of(node: Node) -> tuple[Node, int]:
 def tensor_operands(node: Node) -> list[Node]:
     """The nodes among args and kwargs in order of appearance, repeats kept (``mul(x, x)`` has two operands)."""
     operands: list[Node] = []
-    stack: list[Any] = [*node.kwargs.values()][::-1] + [*node.args][::-1]
-    while stack:
-        value = stack.pop()
+    _gather_operands((*node.args, *node.kwargs.values()), operands)
+    return operands
+
+
+def _gather_operands(values: Iterable[Any], operands: list[Node]) -> None:
+    for value in values:
         if isinstance(value, Node):
             operands.append(value)
         elif isinstance(value, list | tuple):
-            stack += value[::-1]
-    return operands
+            _gather_operands(value, operands)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 from math import inf
 
 import numpy as np
 from torch.fx import Node
 
-from ..cost.gradient_reduction import max_overlap, raise_by_overlap
+from ..cost.gradient_reduction import max_overlap, max_reduction_seconds, raise_by_overlap
 from ..ir.spec import Spec, parse_pair
 from ..pipeline.bounds import clock_seconds
 from ..pipeline.families import is_split, virtual_order
@@ -32,6 +33,10 @@ EXPOSED_MESSAGES = (0.8, 0.2)  # fractions of a stage's messages that delay the 
 
 class SearchTables(SearchBounds):
     """Intervals by (submesh, microbatches, level), made for as many cases at once as are asked for."""
+
+    def __init__(self, search: SearchState) -> None:
+        super().__init__(search)
+        self._reduced: dict[Submesh, list[float]] = {}  # see ``_reductions_until``
 
     # ---- pipelines
 
@@ -110,16 +115,38 @@ class SearchTables(SearchBounds):
         beside, spared_s = self._beside(schedule, pipeline, rows)
         clock_s = clock_seconds(table, m, schedule, pipeline, beside)
         pace_s, once_s = float(table.pace_s[at]), float(table.step_s[at])
+        reduced_s = max(self._max_reductions(schedule, pipeline, rows))
         # of one microbatch it costs as much to shard gradients, so a row may have few reductions where a stage has many
-        hidden_s = min(max_overlap(self.search.cluster) * pace_s, once_s if m > 1 else inf) + spared_s
+        reduced_s = min(reduced_s, once_s) if m > 1 else reduced_s
+        hidden_s = max_overlap(self.search.cluster) * min(pace_s, reduced_s) + spared_s
         return Candidate(m, schedule, pipeline, rows, clock_s, pace_s, once_s, hidden_s)
+
+    def _max_reductions(self, schedule: str, pipeline: Pipeline, rows: Sequence[StageRow]) -> list[float]:
+        """The most seconds by device group that the reductions of its gradients take."""
+        most_s = [0.0] * len(pipeline.peak_bytes)
+        for stage, row, k in zip(pipeline.stages, rows, _homes(schedule, pipeline)):
+            until = self._reductions_until(row.submesh)
+            most_s[k] += until[stage.end_layer] - until[stage.first_layer]
+        return most_s
+
+    def _reductions_until(self, sub: Submesh) -> list[float]:
+        """By border the most seconds that the reductions of the gradients of all layers before it take there."""
+        if sub not in self._reduced:
+            pricer, layering = self.search.pricer(sub.offsets[0], sub.shape), self.search.layering
+            read: list[list[Node]] = [[] for _ in layering.layers]
+            for node in self.search.graph.placeholders("parameter"):
+                for layer in layering.layers_reading(node):
+                    read[layer].append(node)
+            each = (max_reduction_seconds(pricer, some) for some in read)
+            self._reduced[sub] = list(accumulate(each, initial=0.0))
+        return self._reduced[sub]
 
     def _beside(self, schedule: str, pipeline: Pipeline, rows: Sequence[StageRow]) -> tuple[list[float], float]:
         """(seconds by device group at the end of a step that cost tables do not have: of weights that several groups
         hold, and until everyone knows the loss; how much less that may be if all groups hold them as one does, for
         stages choose the layouts of shared weights anew)."""
         search, p = self.search, len(pipeline.peak_bytes)
-        home = [k for k, _ in virtual_order(schedule, p, pipeline.chunks if pipeline.chunks > 1 else None)]
+        home = _homes(schedule, pipeline)
         specs: list[dict[str, Spec]] = [{} for _ in range(p)]
         for stage, row, k in zip(pipeline.stages, rows, home) if p > 1 else ():
             here = range(stage.first_layer, stage.end_layer)
@@ -233,6 +260,12 @@ class SearchTables(SearchBounds):
         sub, level = pairs[answer.choice.option]
         group = self.group(sub)
         return Miss(answer, m, StageRow(group.composer, group.row(sub, m, level), sub))
+
+
+def _homes(schedule: str, pipeline: Pipeline) -> list[int]:
+    """The device group of each of a pipeline's stages."""
+    chunks = pipeline.chunks if pipeline.chunks > 1 else None
+    return [group for group, _ in virtual_order(schedule, len(pipeline.peak_bytes), chunks)]
 
 
 def tables_of(search: SearchState) -> SearchTables:
