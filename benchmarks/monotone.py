@@ -14,8 +14,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -131,14 +133,14 @@ def graph_of(base: Base) -> Any:
     return capture(target.model, target.args, target.kwargs)
 
 
-def plan(graph: Any, cluster: Cluster, batch: int, words: Mapping[str, Any], workers: int) -> Answer:
+def plan(graph: Any, cluster: Cluster, batch: int, words: Mapping[str, Any]) -> Answer:
     """The answer to one question."""
     start = time.perf_counter()
     try:
         found = make_plans(
             graph,
             cluster,
-            PlanRequest.of(words, global_batch=batch, optimizer="AdamW+masters", workers=workers, alternatives=False),
+            PlanRequest.of(words, global_batch=batch, optimizer="AdamW+masters", workers=1, alternatives=False),
         )[0]
     except (ValueError, mw.InfeasibleError) as refused:
         return Answer(seconds=time.perf_counter() - start, error=str(refused))
@@ -196,13 +198,14 @@ def compared(base: Base, answers: Mapping[str, Answer]) -> list[dict[str, Any]]:
     return lines
 
 
-def run_base(base: Base, workers: int, say: Callable[[str], None]) -> tuple[dict[str, Answer], list[dict[str, Any]]]:
+def run_base(base: Base) -> tuple[dict[str, Answer], list[dict[str, Any]]]:
     """The answers to all questions of a base, and its pairs."""
     graph, answers = graph_of(base), dict[str, Answer]()
     for name, cluster, words in questions(base):
-        answers[name] = plan(graph, clusters(cluster), base.batch, words, workers)
+        answers[name] = plan(graph, clusters(cluster), base.batch, words)
         one = answers[name]
-        say(f"{base.name}: {name}: {one.error[:90] or f'{one.step_s:.5g} s, {one.what}'} ({one.seconds:.1f} s)")
+        said = one.error[:90] or f"{one.step_s:.5g} s, {one.what}"
+        print(f"{base.name}: {name}: {said} ({one.seconds:.1f} s)", flush=True)
     return answers, compared(base, answers)
 
 
@@ -228,7 +231,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="two small models")
     parser.add_argument("--only", default="", help="parts of the names of bases, by commas")
-    parser.add_argument("--workers", type=int, default=1, help="processes that search")
+    parser.add_argument("--workers", type=int, default=1, help="processes, each with one base at a time")
     parser.add_argument("--json", type=Path, default=Path("out/monotone.json"), help="where the results go")
     options = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -236,11 +239,11 @@ def main() -> int:
     bases = QUICK if options.quick else [base for base in BASES if any(part in base.name for part in wanted)]
     lines: list[dict[str, Any]] = []
     answers: list[Answer] = []
-    for base in bases:
-        found, compared_ = run_base(base, options.workers, console.print)
-        answers += found.values()
-        lines += compared_
-        write_results(options.json, {"pairs": lines})
+    with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
+        for found, compared_ in pool.map(run_base, bases):
+            answers += found.values()
+            lines += compared_
+            write_results(options.json, {"pairs": lines})
     table = Table(title="freer questions with slower plans, or none, or a bound above the stricter question's step")
     for heading in ("base", "freer", "stricter", "freer s", "stricter s", "slower"):
         table.add_column(heading)
