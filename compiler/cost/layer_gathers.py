@@ -16,7 +16,7 @@ price per byte of any message that it may be in, from itself alone (``GatherUse`
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -69,7 +69,7 @@ def layer_gathers(
         read = {o.name: o for node in members for o in node.all_input_nodes if o.name in shardings}
         if not read:
             continue
-        again = _runs_again(members, read, needs_grad, recompute)
+        again = _runs_again(members, read.values(), needs_grad, recompute)
         kinds: dict[tuple[object, ...], list[Node]] = {}
         for name, node in read.items():
             key = shardings[name].scattered_axes, node.meta["type"].dtype, node.meta["source"].requires_grad
@@ -112,7 +112,7 @@ class LayerReads:
         self._ops, self._layer_of, self._grad = ops, layer_of, needs_grad
 
     @cached_property
-    def _layers(self) -> list[tuple[list[Node], dict[str, Node]]]:
+    def _layers(self) -> list[tuple[dict[Node, None], dict[str, Node]]]:
         """Per layer its ops, and the parameters that they read."""
         layers = _by_layer(self._ops, self._layer_of).values()
         return [(ops, {o.name: o for node in ops for o in node.all_input_nodes if _is_parameter(o)}) for ops in layers]
@@ -122,7 +122,7 @@ class LayerReads:
         return tuple(
             GatherUse(
                 sum(other.meta["type"].numel for other in read.values() if _alike(other, parameter)),
-                _runs_again(ops, (parameter.name,), self._grad, NOTHING),
+                _runs_again(ops, (parameter,), self._grad, NOTHING),
             )
             for ops, read in self._layers
             if parameter.name in read
@@ -139,29 +139,31 @@ def _alike(one: Node, other: Node) -> bool:
     return same and bool(one.meta["source"].requires_grad == other.meta["source"].requires_grad)
 
 
-def _by_layer(ops: Sequence[Node], layer_of: Mapping[str, int]) -> dict[int, list[Node]]:
-    by_layer: dict[int, list[Node]] = {}
+def _by_layer(ops: Sequence[Node], layer_of: Mapping[str, int]) -> dict[int, dict[Node, None]]:
+    by_layer: dict[int, dict[Node, None]] = {}
     for node in ops:
         if node.name in layer_of:
-            by_layer.setdefault(layer_of[node.name], []).append(node)
+            by_layer.setdefault(layer_of[node.name], {})[node] = None
     return by_layer
 
 
 def _runs_again(
-    ops: Sequence[Node], wholes: Collection[str], needs_grad: Collection[str], recompute: Recompute
+    ops: Collection[Node], wholes: Iterable[Node], needs_grad: Collection[str], recompute: Recompute
 ) -> bool:
     """True if the backward of a layer repeats its gathers: it reads a tensor that follows from these weights alone, or
     the output of an op that is recomputed."""
-    derived = set(wholes)
-    for node in ops:
-        inputs = node.all_input_nodes
-        if inputs and all(operand.name in derived for operand in inputs):
-            derived.add(node.name)
-    for node in ops:
+    derived = dict.fromkeys(wholes)
+    waiting, touched = list(derived), dict[Node, None]()
+    while waiting:
+        for user in waiting.pop().users:
+            if user not in ops or user in derived:
+                continue
+            touched[user] = None
+            if all(operand in derived for operand in user.all_input_nodes):
+                derived[user] = None
+                waiting.append(user)
+    for node in ops if recompute.repeated else touched:
         if op_name(node) == "getitem" or node.name not in needs_grad:
-            continue
-        touched = node.name in derived or any(output_of(operand)[0].name in derived for operand in node.all_input_nodes)
-        if not (touched or recompute.repeated):
             continue
         rule, operands = rule_for(node), tensor_operands(node)
         saves = rule.saves(node)
@@ -172,7 +174,7 @@ def _runs_again(
             maker = node if side == "output" else output_of(operands[k])[0]
             if maker.name in recompute.repeated:
                 return True
-            if maker.name not in derived:
+            if maker not in derived:
                 continue
             if side == "output" or not _is_product(node):
                 return True

@@ -108,6 +108,7 @@ class MeshPricer:
     ways: dict[tuple[tuple[int, ...], int], tuple[GradientRoute, ...]] = field(default_factory=dict, repr=False)
     #: What others make of these prices and need again, by their own keys.
     remembered: dict[tuple, Any] = field(default_factory=dict, repr=False)
+    _ops: dict[tuple[Node, tuple[str, ...]], OpPrice] = field(default_factory=dict)
     _reshards: dict[tuple, tuple[float, float]] = field(default_factory=dict)
     _tables: dict[tuple, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     _known: dict[Node, PricingContext] = field(default_factory=dict)
@@ -123,6 +124,12 @@ class MeshPricer:
 
     def op(self, node: Node, choice: MeshChoice, needs_grad: frozenset[str]) -> OpPrice:
         """The price of ``node`` under ``choice``."""
+        key = node, choice.labels
+        if key not in self._ops:
+            self._ops[key] = self._op(node, choice, needs_grad)
+        return self._ops[key]
+
+    def _op(self, node: Node, choice: MeshChoice, needs_grad: frozenset[str]) -> OpPrice:
         rule = rule_for(node)
         operands, outputs = tensor_operands(node), types_of(node)
         context = self._known.get(node)
