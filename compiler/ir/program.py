@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.fx
@@ -67,7 +68,7 @@ class Segment:
 class ChunkProgram:
     """The program of one chunk of a plan, by ``lower``; its ``segments`` are recomputed (``segments.repeating``)."""
 
-    module: torch.fx.GraphModule
+    graph: torch.fx.Graph
     slots: tuple[Slot, ...]
     exits: tuple[Exit, ...]
     mesh_shape: tuple[int, ...]
@@ -76,16 +77,18 @@ class ChunkProgram:
     constants: Mapping[str, torch.Tensor]
     segments: tuple[Segment, ...] = ()
 
+    @cached_property
+    def module(self) -> torch.fx.GraphModule:
+        """The program to be run, on one tensor per slot. It is written as Python when first asked for."""
+        return torch.fx.GraphModule(torch.nn.Module(), self.graph)
+
     def move_to(self, device: torch.device) -> None:
         """Let the ops that have no operands make their tensors on ``device``; the graph names the CPU, for which models
         are captured."""
-        moved = False
-        for node in self.module.graph.nodes:
+        for node in self.graph.nodes:
             if node.op == "call_function" and not node.all_input_nodes and _takes_device(node):
-                moved |= node.kwargs.get("device") != device
                 node.kwargs = {**node.kwargs, "device": device}
-        if moved:
-            self.module.recompile()
+        vars(self).pop("module", None)
 
 
 def _takes_device(node: torch.fx.Node) -> bool:

@@ -272,7 +272,7 @@ def with_stand_ins(program: ChunkProgram, tracker: Tracker) -> Callable[..., tup
         local_ops.experts: _experts(tracker, program.mesh_shape),
     }
     graph = torch.fx.Graph()
-    graph.output(graph.graph_copy(program.module.graph, {}))
+    graph.output(graph.graph_copy(program.graph, {}))
     for node in graph.nodes:
         if node.op == "call_function":
             node.target = swaps.get(node.target, node.target)

@@ -339,7 +339,7 @@ class ChunkMemory:
         native = self.kind == "cuda"
         comm = AbstractComm(self.mesh, native)
         batches = {s.name: self._batch(s) for s in self.program.slots if s.kind == "input"}
-        template, gathers = self._template(), Gathers(self.program.module.graph)
+        template, gathers = self._template(), Gathers(self.program.graph)
         buffers = ReductionBuffers(self.blocks, tracker, native)
         alike = not self.flat and not buffers.messages  # without buckets all later backwards are
         count = min(self.plan.microbatches, 2 if alike else 3)

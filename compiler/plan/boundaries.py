@@ -68,7 +68,7 @@ def metadata_of(program: ChunkProgram, stage: int, chunk: int = 0) -> BoundaryMe
     flows: dict[str, tuple[bool, frozenset[str]]] = {}
     slots = program.slots
     position = 0
-    for node in program.module.graph.nodes:
+    for node in program.graph.nodes:
         if node.op == "placeholder":
             reach[node] = frozenset([position])
             position += 1

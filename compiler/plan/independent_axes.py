@@ -65,7 +65,7 @@ def _faults(stage: Stage, programs: Sequence[ChunkProgram], axis: int) -> Iterat
 def _spoken(program: ChunkProgram, axis: int) -> Iterator[str]:
     """The messages of the program over the axis, without the numbers of the loss."""
     reach = _reach(program)
-    for node in program.module.graph.nodes:
+    for node in program.graph.nodes:
         name = node.meta.get("tensor", node.name)
         if axis in node.meta.get("over", ()):
             yield f"op {name!r} needs the whole batch"
@@ -88,7 +88,7 @@ def _steps(node: torch.fx.Node) -> Sequence[tuple[Any, ...]]:
 def _reach(program: ChunkProgram) -> dict[torch.fx.Node, set[str]]:
     """Node → the kinds of exits that depend on it."""
     kinds_of: dict[torch.fx.Node, set[str]] = {}
-    for node in reversed(program.module.graph.nodes):
+    for node in reversed(program.graph.nodes):
         kinds = kinds_of.setdefault(node, set())
         if node.op == "output":
             for exit, value in zip(program.exits, node.args[0], strict=True):

@@ -52,7 +52,7 @@ def lower(graph: Graph, plan: Plan, stage: int, chunk: int = 0, layers: PlanLaye
         return lower_chunk(graph, part, plan.stages[stage].mesh_shape, exits)
     layers = layers or PlanLayers(graph, plan)
     program = lower_chunk(graph, part, plan.stages[stage].mesh_shape, exits, layers.layering.layer_of)
-    segments = segments_of(program.module.graph, part, layers.layering, layers.recompute)
+    segments = segments_of(program.graph, part, layers.layering, layers.recompute)
     return replace(program, segments=tuple(segments))
 
 
@@ -102,9 +102,8 @@ class _Lowering:
                 target = slot.pair if slot else self.whole
             exits.append(self._exit(kind, name, result, target))
         self.out.output(tuple(self._as(e.node, e.pair) for e in exits))
-        module = torch.fx.GraphModule(torch.nn.Module(), self.out)
         constants = {s.name: self.graph.constants[s.name] for s in slots if s.kind == "constant"}
-        return ChunkProgram(module, tuple(slots), tuple(exits), self.mesh, dict(self.collectives), constants)
+        return ChunkProgram(self.out, tuple(slots), tuple(exits), self.mesh, dict(self.collectives), constants)
 
     def _slots(self, ops: Sequence[Node]) -> list[Slot]:
         op_names = {node.name for node in ops}

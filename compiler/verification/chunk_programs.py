@@ -39,12 +39,12 @@ class PlacedChunk:
     @property
     def nodes(self) -> list[Node]:
         """The nodes of the local program but for its end."""
-        return [node for node in self.program.module.graph.nodes if node.op != "output"]
+        return [node for node in self.program.graph.nodes if node.op != "output"]
 
     @property
     def results(self) -> list[Node]:
         """The nodes that the program returns, one per exit."""
-        end = next(node for node in self.program.module.graph.nodes if node.op == "output")
+        end = next(node for node in self.program.graph.nodes if node.op == "output")
         return list(end.args[0])
 
     def layout(self, spec: Spec) -> MeshLayout:

@@ -102,7 +102,7 @@ class _DeferredGradients:
 
 def split_program(program: ChunkProgram) -> SplitProgram:
     """The program with its backward in halves; the given one stays as it is."""
-    graph: torch.fx.Graph = copy.deepcopy(program.module.graph)
+    graph: torch.fx.Graph = copy.deepcopy(program.graph)
     roots = _roots(graph, program)
     deferred = _DeferredGradients()
     weights_of: dict[torch.fx.Node, list[torch.fx.Node]] = {}  # op → its weights

@@ -156,8 +156,7 @@ class Builder:
 
     def finish(self) -> ChunkProgram:
         self.graph.output(tuple(self.results))
-        module = torch.fx.GraphModule(nn.Module(), self.graph)
-        return ChunkProgram(module, tuple(self.slots), tuple(self.exits), self.mesh_shape, {}, {})
+        return ChunkProgram(self.graph, tuple(self.slots), tuple(self.exits), self.mesh_shape, {}, {})
 
 
 KINDS = {**dict.fromkeys(SHAPES, "parameter"), "seen": "buffer", "shift": "buffer", "x": "input", "target": "input"}

@@ -146,7 +146,7 @@ def test_targets_are_counted_before_the_model_runs(case: str, strategy: str):
     plan = mw.plan(Model(), cluster, strategy=strategy, microbatches=2, executable=True, cache=False, **options)
     graph = capture(Model(), (x,), {}, (y,), loss).with_batch(plan.microbatch_size)
     program = lower(graph, plan, 0)
-    calls = [node.target for node in program.module.graph.nodes if node.op == "call_function"]
+    calls = [node.target for node in program.graph.nodes if node.op == "call_function"]
     assert holds([getattr(call, "_opname", call.__name__) for call in calls])
     assert dict(plan.prediction.stages[0].collectives) == dict(program.collectives)
     assert mw.verify(plan, Model(), **options).ok

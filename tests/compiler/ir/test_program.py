@@ -16,7 +16,7 @@ def test_constants_are_made_on_the_device_of_the_program():
     plan = make_plan(graph, Cluster.parse("local:1"), 8, microbatches=1, alternatives=False)
     program = lower(graph.with_batch(8), plan, 0)
     program.move_to(torch.device("meta"))
-    makers = [node for node in program.module.graph.nodes if "device" in node.kwargs]
+    makers = [node for node in program.graph.nodes if "device" in node.kwargs]
     assert makers
     assert {node.kwargs["device"] for node in makers} == {torch.device("meta")}
     assert "device(type='cpu')" not in program.module.code

@@ -189,7 +189,7 @@ def test_an_op_of_ones_own_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     local.output((local.call_function(torch.ops.aten.linear.default, (x, w)),))
     kind, whole = TensorType((2, 2), torch.float32), Pair((), ())
     slots = Slot("receive", "x", "x", whole, kind), Slot("parameter", "w", "w", whole, kind, requires_grad=True)
-    program = ChunkProgram(torch.fx.GraphModule(nn.Module(), local), slots, (), (), {}, {})
+    program = ChunkProgram(local, slots, (), (), {}, {})
     halves = split_program(program)
     a, b = torch.randn(2, 2, 2).unbind(0)
     a.requires_grad_(), b.requires_grad_()
