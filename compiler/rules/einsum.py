@@ -35,14 +35,15 @@ from .common import argument, random_float
 __all__ = ["EinsumRule", "Pattern", "parse_pattern"]
 
 Dims = tuple[str, ...]
+Entry = tuple[Dims, bool, bool]  # names, added, optional
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
     """A parsed pattern."""
 
-    #: (names, added, optional) of each operand
-    operands: tuple[tuple[Dims, bool, bool], ...]
+    #: of each operand
+    operands: tuple[Entry, ...]
     output: Dims
     #: the names marked ``!``
     fixed: frozenset[str]
@@ -78,10 +79,9 @@ class EinsumRule(Rule):
 
         Absent dims are "" in an operand's dims. None where the op has no pattern.
         """
-        text = self.pattern if isinstance(self.pattern, str) else self.pattern(node)
-        if text is None:
+        pattern, entries = self._entries(node)
+        if pattern is None:
             return None
-        pattern = parse_pattern(text)
         operands = [operand.meta["type"].shape for operand in tensor_operands(node)]
         out_shape = types_of(node)[0].shape
         leading = len(out_shape) - sum(name != "b*" for name in pattern.output)
@@ -91,9 +91,6 @@ class EinsumRule(Rule):
             full = tuple(name for word in names for name in (batch if word == "b*" else (word,)))
             return full[len(full) - len(shape) :]
 
-        required = [entry for entry in pattern.operands if not entry[2]]
-        entries = pattern.operands if len(operands) > len(required) else tuple(required)
-        assert len(entries) == len(operands), f"{node.name}: {text} does not describe {len(operands)} operands"
         dims = [spread(entry[0], shape) for entry, shape in zip(entries, operands)]
         output = spread(pattern.output, out_shape)
         extents = dict(zip(output, out_shape))
@@ -105,6 +102,17 @@ class EinsumRule(Rule):
             for names, shape in zip(dims, operands)
         ]
         return present, [entry[1] for entry in entries], output, extents, pattern.fixed
+
+    def _entries(self, node: Node) -> tuple[Pattern | None, tuple[Entry, ...]]:
+        """The pattern of this node, and that of each of its operands; None and () where the op has no pattern."""
+        text = self.pattern if isinstance(self.pattern, str) else self.pattern(node)
+        if text is None:
+            return None, ()
+        pattern, num = parse_pattern(text), len(tensor_operands(node))
+        required = tuple(entry for entry in pattern.operands if not entry[2])
+        entries = pattern.operands if num > len(required) else required
+        assert len(entries) == num, f"{node.name}: {text} does not describe {num} operands"
+        return pattern, entries
 
     def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
         """One choice per dim that may be cut, named like the dim."""
@@ -137,8 +145,8 @@ class EinsumRule(Rule):
 
     def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
         """The factors: each is needed for the gradients of the others."""
-        bound = self.bound(node)
-        added = bound[1] if bound else [False] * len(tensor_operands(node))
+        pattern, entries = self._entries(node)
+        added = [entry[1] for entry in entries] if pattern else [False] * len(tensor_operands(node))
         return tuple(("input", k) for k, is_added in enumerate(added) if not is_added)
 
 
