@@ -83,6 +83,11 @@ SECTIONS = (
     ),
     Section("quality", "Plans against other kinds of plans", "All under the same prices: their step over ours."),
     Section("bruteforce", "The search against all plans there are", "Tiny random instances, every plan document."),
+    Section(
+        "monotone", "Who is free to do more is never slower",
+        "Pairs of questions on 13 models and clusters of 1 to 2,048 devices: a freer one, and one that asks for "
+        "something more, or has fewer devices, less memory or slower links.",
+    ),
     Section("accuracy", "Predicted against measured", "Every prediction is made before its plan runs."),
     Section("published", "Published runs, predicted", "From data sheets alone; nothing ran on a GPU here."),
     Section(
