@@ -231,10 +231,10 @@ def _gradient_reductions(
     return tuple(GradientReduction(axes, *ways.get(axes, ("backend", "none")), sizes[axes]) for axes in sorted(sizes))
 
 
-#: Stages with more operators keep the labels that the tables chose.
+#: Stages with more operators keep the labels that the tables chose, and are not solved again without a message.
 FREE_SOLVE_OPERATORS = 150
 FREE_SOLVE_S = 1.0
-#: Stages with more operators are solved to within ``LARGE_STAGE_GAP`` of the optimum, and not again without a message.
+#: Stages with more operators are solved to within ``LARGE_STAGE_GAP`` of the optimum.
 LARGE_STAGE_OPERATORS = 600
 LARGE_STAGE_GAP = 0.01
 #: A stage is not solved again if its real price is above the problem's by no more than this fraction.
@@ -337,7 +337,7 @@ class _Stage:
             every = {_message_of(self.context.pricer, one) for choices in free.choices for one in choices}
             if sharded := sorted(sent for sent in every if sent is not None and sent[0] != "gradients"):
                 offer(sharded)
-        if len(free.names) > LARGE_STAGE_OPERATORS:
+        if len(free.names) > FREE_SOLVE_OPERATORS:
             return candidates[prices.index(min(prices))]
         # Messages are banned greedily: each round keeps the ban that helped last, until no further ban helps.
         banned: list[_Message] = []
