@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from meshwright.compiler.cost.gradient_reduction import max_overlap
 from meshwright.compiler.cost.pricing import MeshPricer
 from meshwright.compiler.errors import InfeasibleError
 from meshwright.compiler.frontend.capture import capture
@@ -18,10 +19,11 @@ from meshwright.compiler.intra_op.solver.problem import evaluate
 from meshwright.compiler.ir.graph import op_name
 from meshwright.compiler.plan.lower import lower
 from meshwright.compiler.plan.plan import Plan
+from meshwright.compiler.search import driver
 from meshwright.compiler.search.parallel_shape import Strategy, parse_strategy
 from meshwright.compiler.search.space import Space, submeshes
 from meshwright.compiler.search.state import StageRow
-from meshwright.compiler.search.tables import SearchTables
+from meshwright.compiler.search.tables import SearchTables, tables_of
 from meshwright.costmodel.cluster import Cluster
 from meshwright.models.architectures import GPT
 from torch import nn
@@ -263,6 +265,27 @@ def test_a_shared_weight_lies_as_its_layers_agree_and_what_hides_is_seen():
     best = make_plan(graph, cluster, 1024, alternatives=False).prediction
     data = make_plan(graph, cluster, 1024, strategy=parse_strategy("dp512"), alternatives=False).prediction
     assert best.bound_s <= best.step_s < 1.005 * data.step_s
+
+
+def test_no_more_hides_in_a_built_stage_than_its_layers_can_reduce(monkeypatch):
+    """Of candidates that may win by what hides, none is left out."""
+    build, hidden = driver.build_plan, []
+
+    def watched(search, candidate, *more, **words):
+        plan = build(search, candidate, *more, **words)
+        most_s = tables_of(search)._max_reductions(candidate.schedule, candidate.pipeline, candidate.rows)
+        for stage, reduced_s in zip(plan.prediction.stages, most_s, strict=True):
+            hidden.append(stage.seconds.get("overlapped", 0.0))
+            assert hidden[-1] <= max_overlap(search.cluster) * reduced_s * (1 + 1e-9)
+        return plan
+
+    monkeypatch.setattr(driver, "build_plan", watched)
+    with torch.device("meta"):  # of some buckets
+        model, tokens = GPT(8192, 4, 512, 8, 64), torch.zeros(64, 64, dtype=torch.int64)
+    graph = capture(model, (tokens, tokens))
+    for strategy in (None, parse_strategy("dp8")):
+        make_plan(graph, V100, 64, strategy=strategy, space=Space.asked(zero=0), alternatives=False)
+    assert max(hidden) > 0
 
 
 def test_one_stage_of_all_devices_is_not_overlooked():
