@@ -281,9 +281,9 @@ def test_no_more_hides_in_a_built_stage_than_its_layers_can_reduce(monkeypatch):
 
     monkeypatch.setattr(driver, "build_plan", watched)
     with torch.device("meta"):  # of some buckets
-        model, tokens = GPT(8192, 4, 512, 8, 64), torch.zeros(64, 64, dtype=torch.int64)
+        model, tokens = GPT(512, 12, 512, 8, 512), torch.zeros(64, 512, dtype=torch.int64)
     graph = capture(model, (tokens, tokens))
-    for strategy in (None, parse_strategy("dp8")):
+    for strategy in map(parse_strategy, ("dp8", "pp2,dp4")):
         make_plan(graph, V100, 64, strategy=strategy, space=Space.asked(zero=0), alternatives=False)
     assert max(hidden) > 0
 
