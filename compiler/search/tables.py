@@ -117,8 +117,8 @@ class SearchTables(SearchBounds):
         pace_s, once_s = float(table.pace_s[at]), float(table.step_s[at])
         reduced_s = max(self._max_reductions(schedule, pipeline, rows))
         # of one microbatch it costs as much to shard gradients, so a row may have few reductions where a stage has many
-        reduced_s = min(reduced_s, once_s) if m > 1 else reduced_s
-        hidden_s = max_overlap(self.search.cluster) * min(pace_s, reduced_s) + spared_s
+        most_s = once_s if m > 1 else inf
+        hidden_s = min(max_overlap(self.search.cluster) * min(pace_s, reduced_s), most_s) + spared_s
         return Candidate(m, schedule, pipeline, rows, clock_s, pace_s, once_s, hidden_s)
 
     def _max_reductions(self, schedule: str, pipeline: Pipeline, rows: Sequence[StageRow]) -> list[float]:
