@@ -132,14 +132,20 @@ class SearchTables(SearchBounds):
     def _reductions_until(self, sub: Submesh) -> list[float]:
         """By border the most seconds that the reductions of the gradients of all layers before it take there."""
         if sub not in self._reduced:
-            pricer, layering = self.search.pricer(sub.offsets[0], sub.shape), self.search.layering
-            read: list[list[Node]] = [[] for _ in layering.layers]
-            for node in self.search.graph.placeholders("parameter"):
-                for layer in layering.layers_reading(node):
-                    read[layer].append(node)
-            each = (max_reduction_seconds(pricer, some) for some in read)
+            pricer = self.search.pricer(sub.offsets[0], sub.shape)
+            each = (max_reduction_seconds(pricer, some) for some in self._read)
             self._reduced[sub] = list(accumulate(each, initial=0.0))
         return self._reduced[sub]
+
+    @cached_property
+    def _read(self) -> list[list[Node]]:
+        """By layer the parameters that it reads."""
+        layering = self.search.layering
+        read: list[list[Node]] = [[] for _ in layering.layers]
+        for node in self.search.graph.placeholders("parameter"):
+            for layer in layering.layers_reading(node):
+                read[layer].append(node)
+        return read
 
     def _beside(self, schedule: str, pipeline: Pipeline, rows: Sequence[StageRow]) -> tuple[list[float], float]:
         """(seconds by device group at the end of a step that cost tables do not have: of weights that several groups
