@@ -72,10 +72,13 @@ class Layering:
 
     def shared_weights(self, graph: Graph) -> list[tuple[Node, list[int]]]:
         """The parameters that several layers read, and these layers."""
-        readers = [(node, self.layers_reading(node)) for node in graph.placeholders("parameter")]
-        return [(node, layers) for node, layers in readers if len(layers) > 1]
+        return [(node, layers) for node, layers in self.readers(graph) if len(layers) > 1]
 
-    def layers_reading(self, node: Node) -> list[int]:
+    def readers(self, graph: Graph) -> list[tuple[Node, list[int]]]:
+        """The parameters, and the layers that read each of them."""
+        return [(node, self._layers_reading(node)) for node in graph.placeholders("parameter")]
+
+    def _layers_reading(self, node: Node) -> list[int]:
         """The layers that read a placeholder, directly or through floating ops."""
         layers, seen, stack = set[int](), set[Node](), [node]
         while stack:
@@ -96,7 +99,7 @@ class Layering:
             name = node.meta["source"].name
             if name in results:
                 made = output_of(graph.node(results[name]))[0].name
-                layers = [*self.layers_reading(node), *([self.layer_of[made]] if made in self.layer_of else [])]
+                layers = [*self._layers_reading(node), *([self.layer_of[made]] if made in self.layer_of else [])]
                 borders.update(dict.fromkeys(range(min(layers, default=0) + 1, max(layers, default=0) + 1), name))
         return borders
 

@@ -65,7 +65,7 @@ from math import ceil, inf, isfinite
 
 import numpy as np
 
-from .families import PIPEDREAM, generate, is_split, virtual_order
+from .families import PIPEDREAM, generate, is_split
 from .k_best import LIMIT_STEPS, Mode, evaluate, gather_arcs, minimise
 from .recurrence import Rows, StageRecurrence, turn_lines
 from .simulate import simulate, simulate_steady_state
@@ -309,7 +309,7 @@ def clock_seconds(
     v = pipeline.chunks
     p = len(at) // v
     chunks = v if v > 1 else None
-    home = [stage for stage, _ in virtual_order(schedule, p, chunks)]
+    home = pipeline.homes(schedule)
     pace = [float(table.pace_s[one]) for one in at]
     forward = [t * table.share("forward_share", one) for t, one in zip(pace, at)]
     weight = [t - f - t * table.share("input_share", one) for t, f, one in zip(pace, forward, at)]

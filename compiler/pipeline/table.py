@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .families import virtual_order
+
 __all__ = [
     "InfeasiblePipeline",
     "LagrangianBound",
@@ -264,6 +266,11 @@ class Pipeline:
     messages_s: tuple[tuple[float, float], ...] = ()
     chunk_bytes: tuple[float, ...] = ()  # of each of several chunks: its part of its group's peak, and its transient
     chunk_in_flight: tuple[int, ...] = ()  # of each of several chunks: microbatches in flight at its group's peak
+
+    def homes(self, schedule: str) -> list[int]:
+        """The device group of each of its stages."""
+        groups = len(self.stages) // self.chunks
+        return [group for group, _ in virtual_order(schedule, groups, self.chunks if self.chunks > 1 else None)]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from ..intra_op.section import StageContext
 from ..intra_op.stage import SolvedStage, solve_stage
 from ..ir.graph import Graph, op_name
 from ..memory.stage import with_stage_memories
-from ..pipeline.families import in_flight_formula, virtual_order
+from ..pipeline.families import in_flight_formula
 from ..plan.plan import Chunk, GradientReduction, Plan, Prediction, StagePrediction
 from ..plan.recompute import recompute_of
 from ..text import bytes_text
@@ -169,7 +169,7 @@ def solve_stages(
     cluster, m, num = search.cluster, best.microbatches, len(best.pipeline.peak_bytes)
     chunks = best.pipeline.chunks
     asked = chunks if chunks > 1 else None
-    home = [group for group, _ in virtual_order(best.schedule, num, asked)]
+    home = best.pipeline.homes(best.schedule)
     usable = _usable(search)
     parts: list[SolvedStage] = []
     for index, (stage, row) in enumerate(zip(best.pipeline.stages, best.rows)):

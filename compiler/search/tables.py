@@ -14,7 +14,7 @@ from torch.fx import Node
 from ..cost.gradient_reduction import max_overlap, max_reduction_seconds, raise_by_overlap
 from ..ir.spec import Spec, parse_pair
 from ..pipeline.bounds import clock_seconds
-from ..pipeline.families import is_split, virtual_order
+from ..pipeline.families import is_split
 from ..pipeline.stage_dp import RankingLimits, describe_pipeline, solve
 from ..pipeline.table import InfeasiblePipeline, Mix, Pipeline, PipelineTable, StageChoice
 from .lower_bounds import LARGEST_MULTIPLIER, NO_MULTIPLIER, SearchBounds
@@ -124,7 +124,7 @@ class SearchTables(SearchBounds):
     def _max_reductions(self, schedule: str, pipeline: Pipeline, rows: Sequence[StageRow]) -> list[float]:
         """The most seconds by device group that the reductions of its gradients take."""
         most_s = [0.0] * len(pipeline.peak_bytes)
-        for stage, row, k in zip(pipeline.stages, rows, _homes(schedule, pipeline)):
+        for stage, row, k in zip(pipeline.stages, rows, pipeline.homes(schedule)):
             until = self._reductions_until(row.submesh)
             most_s[k] += until[stage.end_layer] - until[stage.first_layer]
         return most_s
@@ -140,10 +140,9 @@ class SearchTables(SearchBounds):
     @cached_property
     def _read(self) -> list[list[Node]]:
         """By layer the parameters that it reads."""
-        layering = self.search.layering
-        read: list[list[Node]] = [[] for _ in layering.layers]
-        for node in self.search.graph.placeholders("parameter"):
-            for layer in layering.layers_reading(node):
+        read: list[list[Node]] = [[] for _ in self.search.layering.layers]
+        for node, layers in self.search.layering.readers(self.search.graph):
+            for layer in layers:
                 read[layer].append(node)
         return read
 
@@ -152,7 +151,7 @@ class SearchTables(SearchBounds):
         hold, and until everyone knows the loss; how much less that may be if all groups hold them as one does, for
         stages choose the layouts of shared weights anew)."""
         search, p = self.search, len(pipeline.peak_bytes)
-        home = _homes(schedule, pipeline)
+        home = pipeline.homes(schedule)
         specs: list[dict[str, Spec]] = [{} for _ in range(p)]
         for stage, row, k in zip(pipeline.stages, rows, home) if p > 1 else ():
             here = range(stage.first_layer, stage.end_layer)
@@ -266,12 +265,6 @@ class SearchTables(SearchBounds):
         sub, level = pairs[answer.choice.option]
         group = self.group(sub)
         return Miss(answer, m, StageRow(group.composer, group.row(sub, m, level), sub))
-
-
-def _homes(schedule: str, pipeline: Pipeline) -> list[int]:
-    """The device group of each of a pipeline's stages."""
-    chunks = pipeline.chunks if pipeline.chunks > 1 else None
-    return [group for group, _ in virtual_order(schedule, len(pipeline.peak_bytes), chunks)]
 
 
 def tables_of(search: SearchState) -> SearchTables:
