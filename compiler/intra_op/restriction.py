@@ -23,6 +23,8 @@ class Restriction:
     #: Op, parameter or source node → the only choice label: labels joined by ",", a pair's text, or for a parameter a
     #: pair and a pattern ("R|P zero2").
     pinned: Mapping[str, str] | None = None
+    #: Parameter or source node → a label whose pair it may take beside those that its readers want.
+    offered: Mapping[str, str] = field(default_factory=dict)
     #: Leave out choices that the runtime cannot run yet.
     executable_only: bool = False
     #: Patterns of ``parameter_sharding.PATTERNS`` that a parameter may take if it is not pinned. A parameter that can

@@ -100,9 +100,46 @@ class Section:
         )
         return Problem(operators, edges)
 
+    def pinned(self, labels: Mapping[str, str]) -> Section:
+        """The section in which ops, weights and inputs have their label alone; ValueError where that is not offered."""
+        picks = [
+            _pinned(name, kind, found, labels) for name, kind, found in zip(self.names, self.kinds, self._labels)
+        ]
+
+        def only(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+            return tuple(column[pick] for column, pick in zip(columns, picks))
+
+        edges = (
+            replace(
+                e,
+                source=e.source[picks[e.producer]],
+                consumers=tuple((k, target[picks[k]]) for k, target in e.consumers),
+            )
+            for e in self.edges
+        )
+        return replace(
+            self,
+            choices=tuple(tuple(choices[c] for c in pick) for choices, pick in zip(self.choices, picks)),
+            seconds=only(self.seconds),
+            resident=only(self.resident),
+            saved=only(self.saved),
+            transient=only(self.transient),
+            edges=tuple(edges),
+        )
+
     def index(self, kind: str) -> dict[str, int]:
         """Name → operator index of all operators of one kind."""
         return {name: i for i, (name, k) in enumerate(zip(self.names, self.kinds)) if k == kind}
+
+
+def _pinned(name: str, kind: str, offered: Sequence[str], pinned: Mapping[str, str]) -> list[int]:
+    """The choices of an operator, by their labels, that are as pinned; all where it is not, or is a border."""
+    if name not in pinned or kind in ("entry", "exit", "result"):
+        return list(range(len(offered)))
+    keep = [i for i, text in enumerate(offered) if text == pinned[name]]
+    if not keep:
+        raise ValueError(f"{name} is pinned to {pinned[name]!r}, but may be {', '.join(sorted(set(offered)))}")
+    return keep
 
 
 def label(choice: Choice) -> str:
@@ -217,12 +254,8 @@ class _Builder(SectionBuilder):
         held: np.ndarray | None = None,
     ) -> int:
         held = np.zeros(len(choices)) if held is None else held
-        pinned = (self.restriction.pinned or {}).get(name) if kind not in ("entry", "exit", "result") else None
-        if pinned is not None:
-            keep = [i for i, c in enumerate(choices) if label(c) == pinned]
-            if not keep:
-                offered = ", ".join(sorted({label(c) for c in choices}))
-                raise ValueError(f"{name} is pinned to {pinned!r}, but may be {offered}")
+        if self.restriction.pinned and name in self.restriction.pinned:
+            keep = _pinned(name, kind, [label(c) for c in choices], self.restriction.pinned)
             choices = tuple(choices[i] for i in keep)
             seconds, resident, saved, held = seconds[keep], resident[keep], saved[keep], held[keep]
         self.rows.append((name, kind, choices, seconds, resident, saved))

@@ -137,6 +137,8 @@ class SectionBuilder(ABC):
         kind, everywhere = node.meta["source"].kind, np.ones(self.num, dtype=bool)
         pinned, _, pattern = (self.restriction.pinned or {}).get(node.name, "").partition(" ")
         options = {parse_pair(pinned): everywhere} if pinned else self._useful_pairs(node, wanted)
+        if offered := self.restriction.offered.get(node.name):
+            options.setdefault(parse_pair(offered.partition(" ")[0]), everywhere)
         if not pinned and node.name in self.restriction.replicated:
             options = {p: where for p, where in options.items() if not any(value.is_shard for value in p.value)}
         if not pinned and kind in ("parameter", "buffer"):

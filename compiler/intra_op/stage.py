@@ -99,8 +99,10 @@ def transient_bytes(section: Section, chosen: Sequence[int], layering: Layering)
 def solve_section(section: Section, in_flight: float) -> tuple[int, ...]:
     """The fastest choice per operator; of equally fast ones the leanest."""
     problem: Problem = section.problem(in_flight)
-    try:
-        return eliminate(problem, byte_weight=1e-30).assignment()
+    seconds = sum(float(op.seconds.min()) for op in problem.operators if np.isfinite(op.seconds).any())
+    size = sum(float(one.bytes.max(initial=0.0)) for one in (*problem.operators, *problem.edges))
+    try:  # all bytes together are worth a difference of seconds that no solver sees
+        return eliminate(problem, byte_weight=TOLERANCE * seconds / max(size, 1.0)).assignment()
     except TooWide:
         solution = solve(problem)
         assert not isinstance(solution, InfeasibleAssignment)
@@ -261,24 +263,25 @@ def solve_stage(
     """
     graph, layering, pricer = context.graph, context.layering, context.pricer
 
-    def section(pinned: Mapping[str, str] | None) -> Section:
-        restriction = replace(context.restriction, pinned=pinned)
+    def section(pinned: Mapping[str, str], offered: Mapping[str, str]) -> Section:
+        restriction = replace(context.restriction, pinned=pinned or None, offered=offered)
         return stage_section(replace(context, restriction=restriction), layers, states)
 
     stage = _Stage(context, reductions, in_flight, limit_bytes)
     nodes = graph.by_name()
+    ops = {name: text for name, text in labels.items() if nodes[name].op != "placeholder"}
+    wide = section(ops, {name: text for name, text in labels.items() if name not in ops})
+    kept = wide.pinned(labels)
+    best = kept, stage.solve(kept)
     around = _labels_without_shared_weights(labels, graph, layering, layers)
-    composed = section(around)
-    best = composed, stage.solve(composed)
     if len(around) < len(labels):
-        kept = section(labels)
-        best = min(best, (kept, stage.solve(kept)), key=stage.price)
+        composed = section(around, {})
+        best = min((composed, stage.solve(composed)), best, key=stage.price)
     retried = ("layers", "blocks") if pricer.device.overlap else ("layers",)
-    if free and len(composed.names) <= FREE_SOLVE_OPERATORS and pricer.num_devices > 1:
-        best = stage.improve(best, section(None))
+    if free and len(wide.names) <= FREE_SOLVE_OPERATORS and pricer.num_devices > 1:
+        best = stage.improve(best, section({}, {}))
     elif any(what in retried for what, _ in _messages_of_choice(pricer, *best)):
-        ops = {name: text for name, text in labels.items() if nodes[name].op != "placeholder"}
-        best = stage.improve(best, section(ops))
+        best = stage.improve(best, wide)
     return describe_stage(context, layers, *best, in_flight, framework, reductions)
 
 

@@ -22,7 +22,7 @@ problem is a batch of one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from .elimination_order import Limits, Recipe, plan_elimination
-from .presolve import TensorEdges, simplify
+from .presolve import TensorEdges, simplify, without_fixed
 from .problem import Problem, weighted
 from .vectorised_elimination import EliminatedRows, follow
 
@@ -49,7 +49,9 @@ class ReducedTable:
     cost: np.ndarray
     byte_weight: float
     _row: EliminatedRows
-    _original: tuple[np.ndarray, ...]
+    #: The choices left of each operator that the elimination saw, and the number of operators with those that it did not.
+    _original: Mapping[int, np.ndarray]
+    _number: int
 
     def assignment(self, kept_choices: Sequence[int] = ()) -> tuple[int, ...]:
         """A choice per operator that attains ``cost[kept_choices]``; ValueError where that is inf."""
@@ -67,7 +69,10 @@ class ReducedTable:
         shape = np.shape(kept_choices[0]) if kept_choices else ()
         cells = [np.reshape(choices, -1) for choices in kept_choices]
         found = self._row.walk(cells, np.zeros(int(np.prod(shape)), dtype=np.intp))
-        return [idx.take(choices).reshape(shape) for idx, choices in zip(self._original, found)]
+        chosen = [np.zeros(shape, dtype=np.intp)] * self._number
+        for (i, idx), choices in zip(self._original.items(), found):
+            chosen[i] = idx.take(choices).reshape(shape)
+        return chosen
 
 
 def eliminate(
@@ -79,13 +84,16 @@ def eliminate(
     that is kept has its own cost in the table, once. TooWide where a table would exceed ``max_table`` cells.
     """
     assert len(set(keep)) == len(keep), keep
-    small, original = simplify(weighted(problem, byte_weight), frozenset(keep))
+    inner, left = without_fixed(problem, frozenset(keep))
+    kept = tuple(left.index(i) for i in keep)
+    small, original = simplify(weighted(inner, byte_weight), frozenset(kept))
     tables = [edge.seconds[..., None] for edge in small.edges]
     links = [TensorEdges.of(e.producer, e.source, e.consumers, [t]) for e, t in zip(small.edges, tables)]
     sizes = tuple(len(op.labels) for op in small.operators)
-    recipe = _recipe(_Structure.of(sizes, links, keep, max_table))
+    recipe = _recipe(_Structure.of(sizes, links, kept, max_table))
     row = follow(recipe, [op.seconds[:, None] for op in small.operators], tables)
-    return ReducedTable(tuple(keep), row.cost[..., 0], byte_weight, row, tuple(original))
+    choices = dict(zip(left, original))
+    return ReducedTable(tuple(keep), row.cost[..., 0], byte_weight, row, choices, len(problem.operators))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 
 from ...errors import TooWide
 from .elimination import eliminate
-from .presolve import simplify
+from .presolve import simplify, without_fixed
 from .problem import (
     TOLERANCE,
     InfeasibleAssignment,
@@ -52,13 +52,17 @@ def solve(
     """
     start = time.perf_counter()
     problem.check()
-    small, original = simplify(problem)
+    inner, left = without_fixed(problem)
+    small, original = simplify(inner)
 
     def elapsed_s() -> float:
         return time.perf_counter() - start
 
     def whole(choice: Sequence[int]) -> tuple[int, ...]:
-        return tuple(int(idx[c]) for idx, c in zip(original, choice))
+        chosen = [0] * len(problem.operators)
+        for i, idx, c in zip(left, original, choice):
+            chosen[i] = int(idx[c])
+        return tuple(chosen)
 
     def optimal(choice: Sequence[int]) -> Solution:
         seconds, num_bytes = evaluate(problem, whole(choice))
@@ -72,7 +76,7 @@ def solve(
         if evaluate(small, over)[1] <= limit_bytes:
             return optimal(over)
         lean = eliminate(minimum_bytes_problem(small), max_table=max_table).assignment()
-        lean_seconds, lean_bytes = evaluate(small, lean)
+        lean_seconds, lean_bytes = evaluate(problem, whole(lean))
         if lean_bytes > limit_bytes:
             return InfeasibleAssignment(limit_bytes, lean_bytes, whole(lean), lean_seconds, elapsed_s())
         bound, hint, byte_weight = _lagrange(small, limit_bytes, over, lean, max_table)

@@ -11,6 +11,7 @@ a copy or where it is free. These steps repeat until nothing changes. Parallel e
 that want one layout, both may be served by one copy.
 
 ``simplify`` does this to one problem, whose rows are its seconds and its bytes: the optimum for every limit stays.
+``without_fixed`` takes out of one problem what is decided: nearly all of a stage whose ops keep their labels.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 
 from .problem import Edge, Operator, Problem
 
-__all__ = ["TensorEdges", "simplify", "simplify_links"]
+__all__ = ["TensorEdges", "simplify", "simplify_links", "without_fixed"]
 
 KNOWN_BYTES = 1 << 14  # of a tensor's tables, up to which what came of them is kept
 
@@ -97,6 +98,43 @@ def simplify_links(
             if len(index := alive[i]) > 1:
                 keep(i, _undominated(profiles[i], costs[i][index]))
     return alive, [_restricted(link, alive) for link in merged]
+
+
+def without_fixed(problem: Problem, frozen: Collection[int] = ()) -> tuple[Problem, list[int]]:
+    """A problem of the operators that have a choice, in order, with the costs of every assignment; and which they are.
+
+    A tensor with one such operator, or none, is a part of its costs. Operators of one choice stay where they share a
+    tensor with several others, and those of ``frozen``. The first that stays also carries the costs of those that go.
+    """
+    open_ = [len(op.labels) > 1 or i in frozen for i, op in enumerate(problem.operators)]
+    seconds, num_bytes = [op.seconds for op in problem.operators], [op.bytes for op in problem.operators]
+    edges, stays = list[Edge](), set(np.flatnonzero(open_).tolist()) or {0}
+    for edge in problem.edges:
+        ends = {edge.producer, *(k for k, _ in edge.consumers)}
+        several = [i for i in ends if open_[i]]
+        if len(several) > 1:
+            edges.append(edge)
+            stays |= ends
+            continue
+        (i,) = several or [edge.producer]
+        number = len(seconds[i])  # what is fixed has one state, for all choices of i
+        sources = np.broadcast_to(edge.source, number)
+        targets = [np.broadcast_to(target, number) for _, target in edge.consumers]
+        for k, wanted in enumerate(targets):
+            fresh = np.all([wanted != other for other in targets[:k]], axis=0)
+            seconds[i] = seconds[i] + np.where(fresh, edge.seconds[sources, wanted], 0.0)
+            num_bytes[i] = num_bytes[i] + np.where(fresh, edge.bytes[sources, wanted], 0.0)
+    left = sorted(stays)
+    for costs in (seconds, num_bytes):
+        rest = sum(float(cost[0]) for i, cost in enumerate(costs) if i not in stays)
+        costs[left[0]] = costs[left[0]] + rest
+    place = {i: k for k, i in enumerate(left)}
+    operators = [replace(problem.operators[i], seconds=seconds[i], bytes=num_bytes[i]) for i in left]
+    moved = [
+        replace(e, producer=place[e.producer], consumers=tuple((place[k], target) for k, target in e.consumers))
+        for e in edges
+    ]
+    return Problem(tuple(operators), tuple(moved)), left
 
 
 def simplify(problem: Problem, frozen: Collection[int] = ()) -> tuple[Problem, list[np.ndarray]]:

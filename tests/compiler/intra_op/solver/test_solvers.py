@@ -13,7 +13,7 @@ from meshwright.compiler.intra_op.solver.elimination import eliminate
 from meshwright.compiler.intra_op.solver.ilp import solve_ilp
 from meshwright.compiler.intra_op.solver.k_best import fastest_choices
 from meshwright.compiler.intra_op.solver.lagrange import solve
-from meshwright.compiler.intra_op.solver.presolve import simplify
+from meshwright.compiler.intra_op.solver.presolve import simplify, without_fixed
 from meshwright.compiler.intra_op.solver.problem import (
     Edge,
     InfeasibleAssignment,
@@ -23,6 +23,7 @@ from meshwright.compiler.intra_op.solver.problem import (
     evaluate,
     improve,
     minimum_bytes_problem,
+    restrict,
 )
 
 from tests.oracles.assignment import brute_force_assignment
@@ -178,6 +179,23 @@ def test_simplify_keeps_the_optimum_of_every_limit_and_all_frozen_choices():
                 assert evaluate(problem, whole) == pytest.approx((found.seconds, found.bytes))
         _, frozen = simplify(problem, {0})
         assert frozen[0].tolist() == list(range(len(problem.operators[0].labels)))
+
+
+def test_what_is_fixed_is_taken_out_with_all_its_costs():
+    taken = 0
+    for seed in range(60):
+        problem, rng = random_problem(seed), np.random.default_rng(seed)
+        some = [np.arange(len(op.labels))[: 1 if rng.random() < 0.6 else None] for op in problem.operators]
+        problem = restrict(problem, some)
+        inner, left = without_fixed(problem, {1})
+        assert 1 in left
+        taken += len(problem.operators) - len(left)
+        for choice in itertools.product(*(range(len(op.labels)) for op in inner.operators)):
+            whole = [0] * len(problem.operators)
+            for i, chosen in zip(left, choice):
+                whole[i] = chosen
+            assert evaluate(inner, choice) == pytest.approx(evaluate(problem, whole), rel=1e-12)
+    assert taken > 60
 
 
 def test_improve_never_worsens_an_assignment():
