@@ -104,6 +104,13 @@ class Layering:
         return borders
 
     @cached_property
+    def twins(self) -> dict[str, str]:
+        """Op of a layer → the op in its place in the first layer of that class."""
+        first: dict[str, tuple[str, ...]] = {}
+        pairs = [zip(layer.ops, first.setdefault(layer.class_key, layer.ops)) for layer in self.layers]
+        return {op: twin for some in pairs for op, twin in some}
+
+    @cached_property
     def growing(self) -> frozenset[str]:
         """The static ops that grow with the batch."""
         return frozenset(name for name in self.static if any(dim is not None for dim in self.batch_dims[name]))

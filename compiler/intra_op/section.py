@@ -278,7 +278,8 @@ class _Builder(SectionBuilder):
     def _choices(self, node: Node) -> list[MeshChoice]:
         pinned = (self.restriction.pinned or {}).get(node.name)
         if pinned is not None:
-            return [self.layering.pruner.labelled(node, self.graph.batch, self.mesh, pinned)]
+            twin = self.layering.twins.get(node.name, node.name)
+            return [self.layering.pruner.labelled(node, self.graph.batch, self.mesh, pinned, twin)]
         if node.name in self.layering.static:
             return mesh_choices(node, self.mesh, 1)
         choices = self.layering.pruner.choices(node, self.graph.batch, self.mesh)

@@ -92,9 +92,10 @@ class Pruner:
             self._kept[key] = self.keep(node, mesh_choices(node, mesh_shape))
         return self._kept[key]
 
-    def labelled(self, node: Node, batch: int, mesh_shape: tuple[int, ...], text: str) -> MeshChoice:
-        """The choice of ``node`` whose labels a plan writes as ``text`` ("row,whole"), pruned or not. Cached."""
-        key = (node.name, batch, mesh_shape, text)
+    def labelled(self, node: Node, batch: int, mesh_shape: tuple[int, ...], text: str, twin: str) -> MeshChoice:
+        """The choice of ``node`` whose labels a plan writes as ``text`` ("row,whole"), pruned or not. Cached by the
+        name of its ``twin``, an op of the same choices."""
+        key = (twin, batch, mesh_shape, text)
         if key not in self._labelled:
             self._labelled[key] = pairs_choice(node, tuple(text.split(",")) if text else (), mesh_shape)
         return self._labelled[key]
