@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heapify, heappop, heappush, heapreplace, nsmallest
+from heapq import heapify, heappop, heappush, heapreplace
 from math import inf, isfinite
 from operator import attrgetter
 
@@ -82,6 +82,18 @@ class _Waiting:
 
 #: of two waiting, faster than to compare them
 _order = attrgetter("bound_s", "number")
+
+
+def _first(heap: Sequence[_Waiting], count: int) -> list[_Waiting]:
+    """The first ``count`` of a heap, in order, without a look at the rest."""
+    found: list[_Waiting] = []
+    front = [(_order(one), 0) for one in heap[:1]]
+    while front and len(found) < count:
+        _, place = heappop(front)
+        found.append(heap[place])
+        for child in range(2 * place + 1, min(2 * place + 3, len(heap))):
+            heappush(front, (_order(heap[child]), child))
+    return found
 
 
 @dataclass(order=True, frozen=True)
@@ -183,12 +195,12 @@ class RegularSearch:
                 if isfinite(first.bound_s):
                     heappush(queue, first)
             elif first.case is None and not first.looks:
-                self._lift([first, *nsmallest(LIFTED_AT_ONCE, queue, _order)])
+                self._lift([first, *_first(queue, LIFTED_AT_ONCE)])
                 queue.append(first)
                 heapify(queue)
             elif first.case is None:
                 if (first.m, first.mesh) not in self._bounds:
-                    self._look_ahead([first, *nsmallest(4 * MESHES_AT_ONCE, queue, _order)])
+                    self._look_ahead([first, *_first(queue, 4 * MESHES_AT_ONCE)])
                 for case, bound_s in self._case_bounds(first.m, first.mesh, self._cases(first.m, first.mesh)):
                     self._number += 1
                     heappush(queue, _Waiting(max(bound_s, first.bound_s), self._number, first.m, first.mesh, case))
@@ -307,7 +319,7 @@ class RegularSearch:
         assert case is not None
         if waiting.looks == 0:
             if (m, g) not in self._close:
-                next_ones = nsmallest(4 * MESHES_AT_ONCE, queue, _order)
+                next_ones = _first(queue, 4 * MESHES_AT_ONCE)
                 near = dict.fromkeys((one.m, one.mesh) for one in [waiting, *next_ones])
                 self._find_groups([at for at in near if at in self._bounds and at not in self._able][:MESHES_AT_ONCE])
                 self._close[m, g] = self._close_bounds(m, g)
