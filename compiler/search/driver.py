@@ -69,6 +69,7 @@ from .request import PlanRequest
 from .space import CHUNKED, SCHEDULES, microbatch_counts
 from .state import (
     INTERRUPTED,
+    MIN_HIDDEN_FRACTION,
     TIE_TOLERANCE,
     TIMED_OUT,
     Candidate,
@@ -89,8 +90,6 @@ __all__ = [
     "without_gc",
 ]
 
-#: the fraction of a step below which overlapped seconds are the same in every plan
-MIN_HIDDEN_FRACTION = 0.01
 #: clock seconds per simulated second, at least, that tell of other candidates: less is due to memory
 LEAST_CLOCK_RATIO = 0.98
 #: candidates that are built

@@ -83,7 +83,15 @@ class SearchBounds:
         num = len(self.search.layering.layers)
         return num, num + 1
 
-    def level(self, m: int, factor: float, flight: float, step_share: float = 1.0, weight_share: float = 1.0) -> int:
+    def level(
+        self,
+        m: int,
+        factor: float,
+        flight: float,
+        step_share: float = 1.0,
+        weight_share: float = 1.0,
+        gradient_share: float = 1.0,
+    ) -> int:
         """The number of the level with ``factor`` units as multiplier of a byte, and ``flight`` times that of a saved
         byte."""
         share = self.search.memory_share
@@ -94,7 +102,7 @@ class SearchBounds:
         unit = self._units[m, share]  # a device's seconds per byte, at the work of the whole model
         octaves = LARGEST_OCTAVES if factor == LARGEST_MULTIPLIER[0] else MULTIPLIER_OCTAVES
         unit = factor * 2.0 ** (octaves * round(log2(unit) / octaves)) if 0 < unit < inf else 0.0
-        level = Level(byte=unit, saved_byte=unit * min(flight, m), step_share=step_share, weight_share=weight_share)
+        level = Level(unit, unit * min(flight, m), step_share, weight_share, gradient_share)
         if level not in self.levels:
             self.levels.append(level)
         return self.levels.index(level)

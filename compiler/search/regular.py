@@ -31,12 +31,12 @@ from ..pipeline.regular import (
     mesh_bound,
     places,
 )
-from ..pipeline.regular_solver import close_bound, played_bound, solve_case
+from ..pipeline.regular_solver import RegularAnswer, close_bound, played_bound, solve_case
 from ..pipeline.stage_dp import bound_of
 from ..pipeline.table import PipelineTable
 from .lower_bounds import LARGEST_MULTIPLIER, NO_MULTIPLIER
 from .space import CHUNKED, Submesh, stays_inside
-from .state import INTERRUPTED, Candidate, SearchState
+from .state import INTERRUPTED, MIN_HIDDEN_FRACTION, Candidate, SearchState
 from .tables import BOUND_TOLERANCE, tables_of
 
 __all__ = ["RegularSearch", "is_regular_enough", "is_regular_only"]
@@ -250,13 +250,13 @@ class RegularSearch:
         """The pipelines of a case."""
         assert waiting.case is not None
         self._solved.append(waiting)
-        mesh, pairs = self._table(waiting)
-        answer = solve_case(mesh, waiting.m, waiting.case)
+        answer, found = self._answer(waiting, 1.0)
+        share, bucket_s = max_overlap(self.search.cluster), self.tables.bucket_seconds(self.meshes[waiting.mesh][0])
+        hides = [one.hidden_s - share * bucket_s > MIN_HIDDEN_FRACTION * one.clock_s for one in found]
+        if any(hides) and waiting.case.groups == 1:
+            _, others = self._answer(waiting, 1.0 - share)
+            found += [replace(one, hidden_s=0.0) for one in others]
         schedule = waiting.case.schedule
-        table = mesh.table.with_mixes(answer.mixes, mesh.actions_s or 0.0)
-        found = [
-            self.tables.candidate(waiting.m, schedule, one, pairs, table, answer.mixes) for one in answer.pipelines
-        ]
         if found:
             bound_s = max(waiting.bound_s, self._true_bound(waiting.m, answer.bound_s))
             has_path = waiting.case.groups > 1 and schedule != PIPEDREAM
@@ -265,6 +265,20 @@ class RegularSearch:
                 self._solved_bounds, _SolvedBound(bound_s, len(self._solved_bounds), waiting, most_s, answer.divisions)
             )
         return found
+
+    def _answer(self, waiting: _Waiting, gradient_share: float) -> tuple[RegularAnswer, list[Candidate]]:
+        """The best pipelines of a case where so much of the sums of whole gradients counts while costs are added up."""
+        assert waiting.case is not None
+        mesh, pairs = self._table(waiting, gradient_share)
+        if gradient_share < 1.0:
+            mesh = replace(mesh, table=replace(mesh.table, step_s=self.tables.exposed_steps(waiting.m, pairs)))
+        answer = solve_case(mesh, waiting.m, waiting.case)
+        table = mesh.table.with_mixes(answer.mixes, mesh.actions_s or 0.0)
+        found = [
+            self.tables.candidate(waiting.m, waiting.case.schedule, one, pairs, table, answer.mixes)
+            for one in answer.pipelines
+        ]
+        return answer, found
 
     def _path_bound(self, solved: _SolvedBound) -> float:
         """The bound on a case that follows from the ways of microbatches there and back, with their messages: of all
@@ -396,6 +410,9 @@ class RegularSearch:
         for as many microbatches as there are groups."""
         if self.tables.fits_unconstrained(m) and (m, g) not in self._tight:
             return [NO_MULTIPLIER]
+        return self._full_grid(m, g)
+
+    def _full_grid(self, m: int, g: int) -> list[tuple[float, float]]:
         flights = dict.fromkeys((1.0, float(min(m, len(self._places[g])))))
         grid = [NO_MULTIPLIER, *((factor, flight) for flight in flights for factor in FACTORS)]
         return [*grid, (LARGEST_MULTIPLIER[0], max(flights))]
@@ -464,21 +481,24 @@ class RegularSearch:
             with_step, max_overlap(cluster), tables.cuts,
         )  # fmt: skip
 
-    def _levels_for(self, waiting: _Waiting) -> list[int]:
+    def _levels_for(self, waiting: _Waiting, gradient_share: float) -> list[int]:
         """The levels of a case's tables: those whose bounds are the highest for some of its groups, and those next to
         them."""
         m, g, case = waiting.m, waiting.mesh, waiting.case
         assert case is not None
         grid = self._grid(m, g)
+        if gradient_share < 1.0:
+            return [self.tables.level(m, *one, gradient_share=gradient_share) for one in self._full_grid(m, g)]
         best = dual_levels(self._bounds[m, g], m, case)
         near = {k for one in best for k in (one - 1, one, one + 1) if 0 < k < len(grid)}
         near |= set(range(len(grid) - 1, 0, -2))  # bounds do not know the bytes of a layer while it runs
-        return [self.tables.level(m, *grid[k]) for k in (0, *sorted(near), len(grid) - 1) if k < len(grid)]
+        some = [grid[k] for k in (0, *sorted(near), len(grid) - 1) if k < len(grid)]
+        return [self.tables.level(m, *one, gradient_share=gradient_share) for one in some]
 
-    def _table(self, waiting: _Waiting) -> tuple[MeshTable, list[tuple[Submesh, int]]]:
+    def _table(self, waiting: _Waiting, gradient_share: float) -> tuple[MeshTable, list[tuple[Submesh, int]]]:
         """The costs and bounds of a case, and the rows of its options."""
         tables, m, sites = self.tables, waiting.m, self.meshes[waiting.mesh]
-        levels = self._levels_for(waiting)
+        levels = self._levels_for(waiting, gradient_share)
         pairs = [(sub, level) for level in dict.fromkeys(levels) for sub in sites]
         with self.search.timed("compose"):
             tables.compose([(sub, m, level) for sub, level in pairs])

@@ -33,6 +33,7 @@ from .space import Space, Submesh, microbatch_counts
 
 __all__ = [
     "INTERRUPTED",
+    "MIN_HIDDEN_FRACTION",
     "TIE_TOLERANCE",
     "TIMED_OUT",
     "Candidate",
@@ -52,6 +53,7 @@ MANY_READERS = 3  # layers that read a tensor of another one, as decoders read w
 SHARED_SUM_ERROR = 0.01  # … in whose models the clock is so much above the simulation, or more
 SMALL_PARAMETERS = 1e-3  # of all elements of parameters: the smallest ones are not gathered with their layers
 SMALL_OPS = 30  # ops of the largest graph that is small
+MIN_HIDDEN_FRACTION = 0.01  # of a step: what may overlap is the same in every plan where it is less
 TIE_TOLERANCE = 1e-3  # of a step: plans within this are as good, and the simpler one is taken
 
 

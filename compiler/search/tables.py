@@ -11,7 +11,7 @@ from math import inf
 import numpy as np
 from torch.fx import Node
 
-from ..cost.gradient_reduction import max_overlap, max_reduction_seconds, raise_by_overlap
+from ..cost.gradient_reduction import BUCKET_BYTES, max_overlap, max_reduction_seconds, raise_by_overlap
 from ..ir.spec import Spec, parse_pair
 from ..pipeline.bounds import clock_seconds
 from ..pipeline.families import is_split
@@ -235,6 +235,27 @@ class SearchTables(SearchBounds):
         beside = self.search.memory_corrections
         options = tuple(self.option(sub, numbers[sub], n, room, beside.get((sub.shape, m, n), 0.0)) for sub, n in pairs)
         return PipelineTable(self._shape[0], self.search.cluster.num_devices, options, **stacked)
+
+    def bucket_seconds(self, sub: Submesh) -> float:
+        """The most seconds that the sum of a full bucket of gradients takes."""
+        pricer, axes = self.search.pricer(sub.offsets[0], sub.shape), range(len(sub.shape))
+        return max((pricer.reduce_seconds(BUCKET_BYTES, some) for some in [*zip(axes), tuple(axes)] if some), default=0.0)
+
+    def exposed_steps(self, m: int, pairs: Sequence[tuple[Submesh, int]]) -> np.ndarray:
+        """[options, L, L + 1] the seconds per step without those that do not count at an option's level, as far as they
+        may run beside the backward of a microbatch: all but a bucket, which is ready at its end."""
+        share, exposed = max_overlap(self.search.cluster), []
+        for sub, number in pairs:
+            level, group = self.levels[number], self.group(sub)
+            cost, pace_s, step_s, transfer_s, resident, saved = (
+                group.array(name, sub, m, number)
+                for name in ("cost", "pace_s", "step_s", "transfer_s", "resident", "saved")
+            )
+            counted = cost - pace_s - transfer_s - level.byte * resident - level.saved_byte * saved
+            spared = m * (step_s - np.where(np.isfinite(cost), counted, step_s)) - share * self.bucket_seconds(sub)
+            backward = np.maximum(pace_s - self.least_phases(sub, m)[0], 0.0)
+            exposed.append(m * step_s - np.clip(spared, 0.0, np.minimum(share * backward, m * step_s)))
+        return np.stack(exposed)
 
     # ---- where nothing fits
 

@@ -4,7 +4,8 @@ A *row* is a case (mesh shape, offset, microbatches: ``cases``) under a *level* 
 per-step seconds that counts). Its objective is, for the recompute mode that is best in each cell,
 
     seconds + again[mode]
-        − ((1 − step_share) · step_seconds + (1 − weight_share) · weight_seconds) · floor_seconds / seconds
+        − ((1 − step_share) · step_seconds + (1 − weight_share) · weight_seconds + (1 − gradient_share) ·
+        gradient_seconds) · floor_seconds / seconds
         + byte · resident + saved_byte · saved[mode] − (seconds − floor_seconds)
 
 where floor_seconds are a lower bound on the share of this layer in a stage of several layers (all of its seconds but
@@ -58,6 +59,8 @@ class Level:
     step_share: float = 1.0
     #: The share of the gradients of weights that counts: all of it, unless ``step_share`` is 0 (``_corners``).
     weight_share: float = 1.0
+    #: The share of the sums of whole gradients that counts: all of it, unless ``step_share`` is 1.
+    gradient_share: float = 1.0
 
     @property
     def unpriced(self) -> bool:
@@ -74,18 +77,21 @@ class Weights:
     saved_byte: np.ndarray
     step_off: np.ndarray
     weight_off: np.ndarray
+    gradient_off: np.ndarray
 
     @staticmethod
     def of(rows: Sequence[tuple[int, Level]]) -> Weights:
         """(case, level) per row."""
         levels = [level for _, level in rows]
         assert all(level.weight_share == 1.0 or level.step_share == 0.0 for level in levels), levels
+        assert all(level.gradient_share == 1.0 or level.step_share == 1.0 for level in levels), levels
         return Weights(
             np.array([case for case, _ in rows], dtype=np.intp),
             np.array([level.byte for level in levels]) + TIE,
             np.array([level.saved_byte for level in levels]) + TIE,
             1.0 - np.array([level.step_share for level in levels]),
             1.0 - np.array([level.weight_share for level in levels]),
+            1.0 - np.array([level.gradient_share for level in levels]),
         )
 
     def part(self, rows: slice | np.ndarray) -> Weights:
@@ -102,6 +108,7 @@ class Terms:
     sure: np.ndarray | None  # the part of the seconds that counts in the objective; None: all
     step_s: np.ndarray | None
     weight_s: np.ndarray | None
+    gradient_s: np.ndarray | None
     resident: np.ndarray | None
     again: tuple[np.ndarray | None, ...]
     saved: tuple[np.ndarray | None, ...]
@@ -124,6 +131,8 @@ class Terms:
             base = base - self.step_s[..., case_indices] * weights.step_off
         if self.weight_s is not None and weights.weight_off.any():
             base = base - self.weight_s[..., case_indices] * weights.weight_off
+        if self.gradient_s is not None and weights.gradient_off.any():
+            base = base - self.gradient_s[..., case_indices] * weights.gradient_off
         sure = None if self.sure is None else self.sure[..., case_indices]
         base = base if sure is None else base * sure
         if self.resident is not None:
@@ -533,6 +542,7 @@ def _operator_terms(section: CaseSection, i: int, modes: Sequence[str]) -> Terms
         sure,
         only(section.step_seconds[i]),
         only(section.weight_seconds[i]),
+        only(section.gradient_seconds[i]),
         only(section.resident[i]),
         by_mode(section.again[i]),
         by_mode(section.saved[i]),
@@ -563,7 +573,7 @@ def _tensor_terms(edge: CaseEdge, modes: Sequence[str], known: dict[tuple[int, .
     if total is None:
         total = np.zeros((*seconds.shape[1:], len(seconds)))
     sure = None if edge.floor == 1.0 else np.where(np.isfinite(total), edge.floor, 1.0)
-    return Terms(total, sure, None, None, None, by_mode(edge.again), by_mode(edge.bytes), by_mode(edge.transient))
+    return Terms(total, sure, None, None, None, None, by_mode(edge.again), by_mode(edge.bytes), by_mode(edge.transient))
 
 
 def _link(edge: CaseEdge, terms: Terms, borders: Sequence[Border], number: int) -> TensorEdges:
@@ -609,6 +619,8 @@ def _corners(terms: Terms) -> np.ndarray:
     if terms.weight_s is not None:
         step_s = 0.0 if terms.step_s is None else terms.step_s
         columns.append(terms.counted(terms.seconds - step_s - terms.weight_s))
+    if terms.gradient_s is not None:
+        columns.append(terms.counted(terms.seconds - terms.gradient_s))
     columns += [terms.counted(again) for again in _different(terms.again)]
     columns += _different([terms.resident, *terms.saved])
     return np.concatenate(columns, axis=1)

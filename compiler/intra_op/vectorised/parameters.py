@@ -41,7 +41,7 @@ class ParameterPrices:
     seconds: np.ndarray
     #: The part of ``seconds`` that is spent once per step, divided by the microbatches.
     step: np.ndarray
-    #: The part of ``step`` that reduces and gathers.
+    #: The part of ``step`` that sums whole gradients, which may run beside the backward.
     gradient: np.ndarray
     #: The part of ``seconds`` in the backward of every microbatch.
     backward: np.ndarray
@@ -145,8 +145,9 @@ class _Table:
         ahead, back, added, gradient, update = self._seconds(pair, pattern, whole, part, shared, dim)
         m = self.cases.microbatches
         step = (gradient + update) / m
+        beside_s = gradient / m if pattern == "replicated" else np.zeros(self.cases.num)
         self.choices.append(ParameterChoice(pair, pattern))
-        self.columns.append((offered, ahead + back + step, step, gradient / m, back, added, resident, gathered))
+        self.columns.append((offered, ahead + back + step, step, beside_s, back, added, resident, gathered))
 
     def _seconds(
         self, pair: Pair, pattern: str, whole: np.ndarray, part: np.ndarray, shared: int, dim: np.ndarray

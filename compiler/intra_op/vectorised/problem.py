@@ -166,7 +166,7 @@ class CaseSection:
     seconds: tuple[np.ndarray, ...]
     #: The part of ``seconds`` that is spent once per step (gradient reduction and update), divided by the microbatches.
     step_seconds: tuple[np.ndarray, ...]
-    #: The part of ``step_seconds`` that could overlap with compute: the reduction and the gathers.
+    #: The part of ``step_seconds`` that sums whole gradients, which may run beside the backward.
     gradient_seconds: tuple[np.ndarray, ...]
     #: The part of ``seconds`` in the backward of a microbatch.
     backward_seconds: tuple[np.ndarray, ...]

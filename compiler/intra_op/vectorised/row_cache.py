@@ -202,7 +202,7 @@ def column_digests(template: LayerTemplate) -> list[bytes]:
         return places[id(array)]
 
     def described(terms: Terms) -> list[object]:
-        one = terms.seconds, terms.sure, terms.step_s, terms.weight_s, terms.resident
+        one = terms.seconds, terms.sure, terms.step_s, terms.weight_s, terms.gradient_s, terms.resident
         by_mode = terms.again, terms.saved, terms.transient
         return [terms.seconds.shape[:-1], *map(place, one), *([*map(place, each)] for each in by_mode)]
 
