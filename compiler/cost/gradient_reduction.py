@@ -41,6 +41,7 @@ __all__ = [
     "lossy_notes",
     "lower_by_overlap",
     "make_buckets",
+    "max_bucket_seconds",
     "max_hidden_seconds",
     "max_overlap",
     "max_reduction_seconds",
@@ -133,7 +134,16 @@ def max_overlap(cluster: Cluster) -> float:
 def max_reduction_seconds(pricer: MeshPricer, parameters: Iterable[Node]) -> float:
     """Seconds to sum the gradient of each of these alone and whole, over the slowest groups of a mesh."""
     trained = [node for node in parameters if node.meta["source"].requires_grad]
-    sizes = Counter(gradient_type(node.meta["type"], pricer.mixed).nbytes for node in trained)
+    return _slowest_sums(pricer, Counter(gradient_type(node.meta["type"], pricer.mixed).nbytes for node in trained))
+
+
+def max_bucket_seconds(pricer: MeshPricer) -> float:
+    """Seconds to sum a full bucket over the slowest groups of a mesh."""
+    return _slowest_sums(pricer, {BUCKET_BYTES: 1})
+
+
+def _slowest_sums(pricer: MeshPricer, sizes: Mapping[float, int]) -> float:
+    """Seconds to sum so many tensors of each number of bytes, one by one."""
     num = len(pricer.mesh_shape)
     groups = [(axis,) for axis in range(num)] + ([tuple(range(num))] if num > 1 else [])
     each = (sum(count * pricer.reduce_seconds(size, axes) for size, count in sizes.items()) for axes in groups)

@@ -102,9 +102,7 @@ class Section:
 
     def pinned(self, labels: Mapping[str, str]) -> Section:
         """The section in which ops, weights and inputs have their label alone; ValueError where that is not offered."""
-        picks = [
-            _pinned(name, kind, found, labels) for name, kind, found in zip(self.names, self.kinds, self._labels)
-        ]
+        picks = [_pinned(name, kind, found, labels) for name, kind, found in zip(self.names, self.kinds, self._labels)]
 
         def only(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
             return tuple(column[pick] for column, pick in zip(columns, picks))

@@ -250,11 +250,9 @@ class RegularSearch:
         """The pipelines of a case."""
         assert waiting.case is not None
         self._solved.append(waiting)
-        answer, found = self._answer(waiting, 1.0)
-        share, bucket_s = max_overlap(self.search.cluster), self.tables.bucket_seconds(self.meshes[waiting.mesh][0])
-        hides = [one.hidden_s - share * bucket_s > MIN_HIDDEN_FRACTION * one.clock_s for one in found]
-        if any(hides) and waiting.case.groups == 1:
-            _, others = self._answer(waiting, 1.0 - share)
+        answer, found = self._answer(waiting, self._levels_for(waiting))
+        if self._may_hide(waiting, found):
+            _, others = self._answer(waiting, self._hiding_levels(waiting.m, waiting.mesh))
             found += [replace(one, hidden_s=0.0) for one in others]
         schedule = waiting.case.schedule
         if found:
@@ -266,12 +264,10 @@ class RegularSearch:
             )
         return found
 
-    def _answer(self, waiting: _Waiting, gradient_share: float) -> tuple[RegularAnswer, list[Candidate]]:
-        """The best pipelines of a case where so much of the sums of whole gradients counts while costs are added up."""
+    def _answer(self, waiting: _Waiting, levels: Sequence[int]) -> tuple[RegularAnswer, list[Candidate]]:
+        """The best pipelines of a case by its tables at these levels."""
         assert waiting.case is not None
-        mesh, pairs = self._table(waiting, gradient_share)
-        if gradient_share < 1.0:
-            mesh = replace(mesh, table=replace(mesh.table, step_s=self.tables.exposed_steps(waiting.m, pairs)))
+        mesh, pairs = self._table(waiting, levels)
         answer = solve_case(mesh, waiting.m, waiting.case)
         table = mesh.table.with_mixes(answer.mixes, mesh.actions_s or 0.0)
         found = [
@@ -279,6 +275,15 @@ class RegularSearch:
             for one in answer.pipelines
         ]
         return answer, found
+
+    def _may_hide(self, waiting: _Waiting, found: Sequence[Candidate]) -> bool:
+        """True if sums of whole gradients may hide so much that it matters whether gradients are whole. Of several
+        groups that was never seen to."""
+        assert waiting.case is not None
+        if waiting.case.groups > 1:
+            return False
+        last_s = max_overlap(self.search.cluster) * self.tables.bucket_seconds(self.meshes[waiting.mesh][0])
+        return any(one.hidden_s - last_s > MIN_HIDDEN_FRACTION * one.clock_s for one in found)
 
     def _path_bound(self, solved: _SolvedBound) -> float:
         """The bound on a case that follows from the ways of microbatches there and back, with their messages: of all
@@ -413,6 +418,7 @@ class RegularSearch:
         return self._full_grid(m, g)
 
     def _full_grid(self, m: int, g: int) -> list[tuple[float, float]]:
+        """``_grid`` where memory is scarce."""
         flights = dict.fromkeys((1.0, float(min(m, len(self._places[g])))))
         grid = [NO_MULTIPLIER, *((factor, flight) for flight in flights for factor in FACTORS)]
         return [*grid, (LARGEST_MULTIPLIER[0], max(flights))]
@@ -481,24 +487,25 @@ class RegularSearch:
             with_step, max_overlap(cluster), tables.cuts,
         )  # fmt: skip
 
-    def _levels_for(self, waiting: _Waiting, gradient_share: float) -> list[int]:
+    def _levels_for(self, waiting: _Waiting) -> list[int]:
         """The levels of a case's tables: those whose bounds are the highest for some of its groups, and those next to
         them."""
         m, g, case = waiting.m, waiting.mesh, waiting.case
         assert case is not None
         grid = self._grid(m, g)
-        if gradient_share < 1.0:
-            return [self.tables.level(m, *one, gradient_share=gradient_share) for one in self._full_grid(m, g)]
         best = dual_levels(self._bounds[m, g], m, case)
         near = {k for one in best for k in (one - 1, one, one + 1) if 0 < k < len(grid)}
         near |= set(range(len(grid) - 1, 0, -2))  # bounds do not know the bytes of a layer while it runs
-        some = [grid[k] for k in (0, *sorted(near), len(grid) - 1) if k < len(grid)]
-        return [self.tables.level(m, *one, gradient_share=gradient_share) for one in some]
+        return [self.tables.level(m, *grid[k]) for k in (0, *sorted(near), len(grid) - 1) if k < len(grid)]
 
-    def _table(self, waiting: _Waiting, gradient_share: float) -> tuple[MeshTable, list[tuple[Submesh, int]]]:
-        """The costs and bounds of a case, and the rows of its options."""
+    def _hiding_levels(self, m: int, g: int) -> list[int]:
+        """The levels at which sums of whole gradients cost what of them cannot hide."""
+        share = 1.0 - max_overlap(self.search.cluster)
+        return [self.tables.level(m, *one, gradient_share=share) for one in self._full_grid(m, g)]
+
+    def _table(self, waiting: _Waiting, levels: Sequence[int]) -> tuple[MeshTable, list[tuple[Submesh, int]]]:
+        """The costs and bounds of a case at these levels, and the rows of its options."""
         tables, m, sites = self.tables, waiting.m, self.meshes[waiting.mesh]
-        levels = self._levels_for(waiting, gradient_share)
         pairs = [(sub, level) for level in dict.fromkeys(levels) for sub in sites]
         with self.search.timed("compose"):
             tables.compose([(sub, m, level) for sub, level in pairs])

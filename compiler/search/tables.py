@@ -11,7 +11,7 @@ from math import inf
 import numpy as np
 from torch.fx import Node
 
-from ..cost.gradient_reduction import BUCKET_BYTES, max_overlap, max_reduction_seconds, raise_by_overlap
+from ..cost.gradient_reduction import max_bucket_seconds, max_overlap, max_reduction_seconds, raise_by_overlap
 from ..ir.spec import Spec, parse_pair
 from ..pipeline.bounds import clock_seconds
 from ..pipeline.families import is_split
@@ -221,7 +221,8 @@ class SearchTables(SearchBounds):
                 if name == "pace_s":
                     array = np.where(possible, array, inf)
                 elif name == "step_s":
-                    array = array * m
+                    hides = self.levels[price].gradient_share < 1.0
+                    array = self._exposed_step(sub, m, price) if hides else array * m
                 elif name == "resident":  # every use of a weight counts a copy; at the least they are as fine as can be
                     array = np.maximum(array - self.copies / sub.num_devices, 0.0)
                 elif name == "transfer_s":  # a message is before the stage that receives it
@@ -237,25 +238,21 @@ class SearchTables(SearchBounds):
         return PipelineTable(self._shape[0], self.search.cluster.num_devices, options, **stacked)
 
     def bucket_seconds(self, sub: Submesh) -> float:
-        """The most seconds that the sum of a full bucket of gradients takes."""
-        pricer, axes = self.search.pricer(sub.offsets[0], sub.shape), range(len(sub.shape))
-        return max((pricer.reduce_seconds(BUCKET_BYTES, some) for some in [*zip(axes), tuple(axes)] if some), default=0.0)
+        """The most seconds that the sum of a bucket of gradients takes."""
+        return max_bucket_seconds(self.search.pricer(sub.offsets[0], sub.shape))
 
-    def exposed_steps(self, m: int, pairs: Sequence[tuple[Submesh, int]]) -> np.ndarray:
-        """[options, L, L + 1] the seconds per step without those that do not count at an option's level, as far as they
-        may run beside the backward of a microbatch: all but a bucket, which is ready at its end."""
-        share, exposed = max_overlap(self.search.cluster), []
-        for sub, number in pairs:
-            level, group = self.levels[number], self.group(sub)
-            cost, pace_s, step_s, transfer_s, resident, saved = (
-                group.array(name, sub, m, number)
-                for name in ("cost", "pace_s", "step_s", "transfer_s", "resident", "saved")
-            )
-            counted = cost - pace_s - transfer_s - level.byte * resident - level.saved_byte * saved
-            spared = m * (step_s - np.where(np.isfinite(cost), counted, step_s)) - share * self.bucket_seconds(sub)
-            backward = np.maximum(pace_s - self.least_phases(sub, m)[0], 0.0)
-            exposed.append(m * step_s - np.clip(spared, 0.0, np.minimum(share * backward, m * step_s)))
-        return np.stack(exposed)
+    def _exposed_step(self, sub: Submesh, m: int, number: int) -> np.ndarray:
+        """[L, L + 1] the seconds per step less those that do not count at a level, as far as they may run beside the
+        backward of a microbatch: all but those of a bucket, which is full at its end."""
+        level, group, share = self.levels[number], self.group(sub), max_overlap(self.search.cluster)
+        cost, pace_s, step_s, transfer_s, resident, saved = (
+            group.array(name, sub, m, number)
+            for name in ("cost", "pace_s", "step_s", "transfer_s", "resident", "saved")
+        )
+        counted = cost - pace_s - transfer_s - level.byte * resident - level.saved_byte * saved
+        spared = m * (step_s - np.where(np.isfinite(cost), counted, step_s)) - share * self.bucket_seconds(sub)
+        backward = np.maximum(pace_s - self.least_phases(sub, m)[0], 0.0)
+        return m * step_s - np.clip(spared, 0.0, np.minimum(share * backward, m * step_s))
 
     # ---- where nothing fits
 

@@ -82,6 +82,7 @@ def stacked_section(variants, layer, into, out, restriction, modes):
         seconds=tuple(plain),
         step_seconds=tuple(step),
         weight_seconds=tuple(zero),
+        gradient_seconds=tuple(zero),
         again=tuple(again),
         resident=tuple(stack("resident", modes[0], 0.0)),
         saved=tuple({m: saved[m][i] for m in modes} for i in range(len(names))),

@@ -49,7 +49,7 @@ class ReducedTable:
     cost: np.ndarray
     byte_weight: float
     _row: EliminatedRows
-    #: The choices left of each operator that the elimination saw, and the number of operators with those that it did not.
+    #: Operator → its choices that are left, of those with a choice; and the number of all operators.
     _original: Mapping[int, np.ndarray]
     _number: int
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from meshwright.compiler.cost.parameter_sharding import PATTERNS
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.layers import cluster_layers
 from meshwright.compiler.intra_op.restriction import NO_RESTRICTION, Restriction
@@ -265,28 +266,42 @@ def test_a_level_that_counts_half_of_what_a_step_costs_once(graph):
     np.testing.assert_allclose(ours.floor_s, theirs.floor_s, rtol=1e-9)
 
 
-@pytest.mark.parametrize("byte", [0.0, 1e-9])
-def test_a_level_without_gradients_of_weights(graph, byte):
-    """As if the section did not make them."""
-    variants = variants_of(graph, 1)
+#: shares of a level → the parts of a section's seconds that do not count, and how much of each
+UNCOUNTED = {
+    ("step_share", "weight_share"): (0.0, {"step_seconds": 1.0, "weight_seconds": 1.0}),
+    ("gradient_share",): (0.2, {"gradient_seconds": 0.8}),
+}
+
+
+@pytest.mark.parametrize("byte", [0.0, 1e-13])
+@pytest.mark.parametrize("shares", UNCOUNTED)
+def test_a_level_without_parts_of_the_seconds(graph, byte, shares):
+    """As if the section did not have them."""
+    variants, (share, parts) = variants_of(graph, 1), UNCOUNTED[shares]
 
     def lighter(*arguments):
         section = build_case_section(*arguments)
         known = [np.where(np.isfinite(s) & (s > 0), s, 1.0) for s in section.seconds]
-        share = [np.where(np.isfinite(floor), floor, 1.0) / s for s, floor in zip(known, section.floor_seconds)]
-        parts = zip(section.seconds, section.step_seconds, section.weight_seconds)
-        seconds = tuple(s - once - weight for s, once, weight in parts)
-        none = tuple(np.zeros_like(s) for s in seconds)
-        floor = tuple(np.where(np.isfinite(s), s * part, np.inf) for s, part in zip(seconds, share))
-        return replace(section, seconds=seconds, floor_seconds=floor, step_seconds=none, weight_seconds=none)
+        counts = [np.where(np.isfinite(floor), floor, 1.0) / s for s, floor in zip(known, section.floor_seconds)]
+        seconds = list(section.seconds)
+        for name, off in parts.items():
+            seconds = [s - off * part for s, part in zip(seconds, getattr(section, name))]
+        none = {name: tuple(np.zeros_like(s) for s in seconds) for name in parts}
+        floor = tuple(np.where(np.isfinite(s), s * count, np.inf) for s, count in zip(seconds, counts))
+        return replace(section, seconds=tuple(seconds), floor_seconds=floor, **none)
 
     rows, modes = [(v, 0) for v in range(variants.num)], ["none", "full"]
-    level = Level(byte, byte, step_share=0.0, weight_share=0.0)
-    ours = IntervalComposer(variants, NO_RESTRICTION, [level], modes).floors(rows)[0]
-    np.testing.assert_allclose(
-        ours, IntervalComposer(variants, NO_RESTRICTION, [level], modes, lighter).floors(rows)[0], rtol=1e-9
+    level, restriction = (
+        Level(byte, byte, step_share=float("step_share" not in shares)),
+        Restriction(residencies=PATTERNS),
     )
-    whole = IntervalComposer(variants, NO_RESTRICTION, [replace(level, weight_share=1.0)], modes).floors(rows)[0]
+
+    def floors(level, *build):
+        return IntervalComposer(variants, restriction, [level], modes, *build).floors(rows)[0]
+
+    ours = floors(replace(level, **dict.fromkeys(shares, share)))
+    np.testing.assert_allclose(ours, floors(level, lighter), rtol=1e-9)
+    whole = floors(level)
     assert (ours <= whole).all()
     assert (ours < whole).any()
 

@@ -29,6 +29,7 @@ MODELS = {
     "gpt": lambda: GPT(vocab=2048, layers=4, hidden=512, heads=8, sequence=64, tied=False),
     "tied gpt": lambda: GPT(vocab=8192, layers=4, hidden=512, heads=8, sequence=64),
     "small tied gpt": lambda: GPT(vocab=2048, layers=1, hidden=512, heads=8, sequence=64),
+    "wide gpt": lambda: GPT(vocab=2048, layers=4, hidden=2048, heads=16, sequence=256),
     "moe": lambda: TransformerMoE(2048, 4, 256, 4, 4, 64, feed_forward=1024),
 }
 PAIRS = [
@@ -62,7 +63,7 @@ PAIRS = [
 @lru_cache
 def graph_of(model: str) -> Graph:
     with torch.device("meta"):
-        tokens = torch.zeros(BATCH, 64, dtype=torch.int64)
+        tokens = torch.zeros(BATCH, 256 if model == "wide gpt" else 64, dtype=torch.int64)
         return capture(MODELS[model](), (tokens, tokens))
 
 
@@ -126,3 +127,12 @@ def test_idle_devices_do_not_hide_that_memory_is_scarce(memory: int, microbatche
     assert few is not None
     assert many is not None
     assert many.prediction.step_s <= few.prediction.step_s * (1 + WORSE)
+
+
+def test_whole_gradients_hide_where_shards_do_not() -> None:
+    """Shards save memory, so nothing need run again, but their messages are exposed."""
+    asked = (("strategy", "dp8"),)
+    free, whole = (planned("wide gpt", "8x4090 with 4000 MiB", one) for one in (asked, (*asked, ("zero", 0))))
+    assert free is not None
+    assert whole is not None
+    assert free.prediction.step_s <= whole.prediction.step_s * (1 + WORSE)
