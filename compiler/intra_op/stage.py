@@ -100,7 +100,8 @@ def solve_section(section: Section, in_flight: float) -> tuple[int, ...]:
     """The fastest choice per operator; of equally fast ones the leanest."""
     problem: Problem = section.problem(in_flight)
     seconds = sum(float(op.seconds.min()) for op in problem.operators if np.isfinite(op.seconds).any())
-    size = sum(float(one.bytes.max(initial=0.0)) for one in (*problem.operators, *problem.edges))
+    every = [op.bytes for op in problem.operators] + [edge.bytes for edge in problem.edges]
+    size = sum(float(one.max(initial=0.0)) for one in every)
     try:  # all bytes together are worth a difference of seconds that no solver sees
         return eliminate(problem, byte_weight=TOLERANCE * seconds / max(size, 1.0)).assignment()
     except TooWide:
