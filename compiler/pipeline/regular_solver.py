@@ -41,7 +41,6 @@ from .table import Floats, Mix, Pipeline, StageChoice
 
 __all__ = ["RegularAnswer", "close_bound", "played_bound", "solve_case"]
 
-_MOST_MIXED = 1.2  # of a case's bound: stages that take longer are not mixed
 _ROUNDS = 3  # times that the layers are divided again for other levels
 _MOST_PLAYED = 200_000  # actions that are played for a bound
 _MOST_ROUNDS = 50  # times that a schedule is played
@@ -137,7 +136,7 @@ class _Solver:
             level = path.argmin(axis=0)
             at = level[None]
             runs = _Runs(level, np.take_along_axis(head, at, axis=0)[0], np.take_along_axis(path, at, axis=0)[0])
-            self._mix(runs, k, q, fits, rest, low_s)
+            self._mix(runs, k, q, fits, rest)
             end = runs.path.argmin(axis=1)
             ends.append(end)
             chosen.append(runs)
@@ -178,15 +177,14 @@ class _Solver:
         pace = self.mesh.table.pace_s[:: self.mesh.sites][self._levels]
         return sorted({pace[n].tobytes(): n for n in reversed(range(len(pace)))}.values())
 
-    def _mix(self, runs: _Runs, k: int, q: int, fits: NDArray[np.bool_], rest: Floats, low_s: float) -> None:
-        """Make runs faster whose first layers have room for a faster level, where that could matter."""
+    def _mix(self, runs: _Runs, k: int, q: int, fits: NDArray[np.bool_], rest: Floats) -> None:
+        """Make runs faster whose first layers have room for a faster level."""
         mesh, table, options = self.mesh, self.mesh.table, self._options_of(k)
         limit = mesh.limits[k, 0]
-        most_s = _MOST_MIXED * low_s
         for level in self._distinct if mesh.actions_s is not None else ():
             one = options[level]
             whole = self.m * table.pace_s[one] + table.step_s[one]
-            i, j = np.nonzero(np.isfinite(runs.head) & ~fits[level] & (whole < np.minimum(runs.head, most_s)))
+            i, j = np.nonzero(np.isfinite(runs.head) & ~fits[level] & (whole < runs.head))
             i, j = i[j - i > 1], j[j - i > 1]
             other = options[runs.level[i, j]]
             low, high = i.copy(), j.copy()  # so far the first layers fit; so far they do not

@@ -499,9 +499,9 @@ class RegularSearch:
         return [self.tables.level(m, *grid[k]) for k in (0, *sorted(near), len(grid) - 1) if k < len(grid)]
 
     def _hiding_levels(self, m: int, g: int) -> list[int]:
-        """The levels at which sums of whole gradients cost what of them cannot hide."""
-        share = 1.0 - max_overlap(self.search.cluster)
-        return [self.tables.level(m, *one, gradient_share=share) for one in self._full_grid(m, g)]
+        """The levels at which sums of whole gradients cost what of them cannot hide, and at which they cost nothing."""
+        shares = 1.0 - max_overlap(self.search.cluster), 0.0
+        return [self.tables.level(m, *one, gradient_share=share) for one in self._full_grid(m, g) for share in shares]
 
     def _table(self, waiting: _Waiting, levels: Sequence[int]) -> tuple[MeshTable, list[tuple[Submesh, int]]]:
         """The costs and bounds of a case at these levels, and the rows of its options."""

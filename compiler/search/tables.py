@@ -250,7 +250,8 @@ class SearchTables(SearchBounds):
             for name in ("cost", "pace_s", "step_s", "transfer_s", "resident", "saved")
         )
         counted = cost - pace_s - transfer_s - level.byte * resident - level.saved_byte * saved
-        spared = m * (step_s - np.where(np.isfinite(cost), counted, step_s)) - share * self.bucket_seconds(sub)
+        uncounted = m * (step_s - np.where(np.isfinite(cost), counted, step_s))
+        spared = share * (uncounted / (1.0 - level.gradient_share) - self.bucket_seconds(sub))
         backward = np.maximum(pace_s - self.least_phases(sub, m)[0], 0.0)
         return m * step_s - np.clip(spared, 0.0, np.minimum(share * backward, m * step_s))
 
