@@ -106,12 +106,12 @@ def without_fixed(problem: Problem, frozen: Collection[int] = ()) -> tuple[Probl
     A tensor with one such operator, or none, is a part of its costs. Operators of one choice stay where they share a
     tensor with several others, and those of ``frozen``. The first that stays also carries the costs of those that go.
     """
-    open_ = [len(op.labels) > 1 or i in frozen for i, op in enumerate(problem.operators)]
+    has_choice = [len(op.labels) > 1 or i in frozen for i, op in enumerate(problem.operators)]
     seconds, num_bytes = [op.seconds for op in problem.operators], [op.bytes for op in problem.operators]
-    edges, stays = list[Edge](), set(np.flatnonzero(open_).tolist()) or {0}
+    edges, stays = list[Edge](), set(np.flatnonzero(has_choice).tolist()) or {0}
     for edge in problem.edges:
         ends = {edge.producer, *(k for k, _ in edge.consumers)}
-        several = [i for i in ends if open_[i]]
+        several = [i for i in ends if has_choice[i]]
         if len(several) > 1:
             edges.append(edge)
             stays |= ends
