@@ -102,19 +102,12 @@ class Section:
 
     def pinned(self, labels: Mapping[str, str]) -> Section:
         """The section in which ops, weights and inputs have their label alone; ValueError where that is not offered."""
-        picks = [_pinned(name, kind, found, labels) for name, kind, found in zip(self.names, self.kinds, self._labels)]
+        rows = zip(self.names, self.kinds, self._labels)
+        picks = [np.array(_pinned(name, kind, found, labels), dtype=np.intp) for name, kind, found in rows]
 
         def only(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
             return tuple(column[pick] for column, pick in zip(columns, picks))
 
-        edges = (
-            replace(
-                e,
-                source=e.source[picks[e.producer]],
-                consumers=tuple((k, target[picks[k]]) for k, target in e.consumers),
-            )
-            for e in self.edges
-        )
         return replace(
             self,
             choices=tuple(tuple(choices[c] for c in pick) for choices, pick in zip(self.choices, picks)),
@@ -122,7 +115,7 @@ class Section:
             resident=only(self.resident),
             saved=only(self.saved),
             transient=only(self.transient),
-            edges=tuple(edges),
+            edges=tuple(edge.restricted(picks) for edge in self.edges),
         )
 
     def index(self, kind: str) -> dict[str, int]:

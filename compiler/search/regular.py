@@ -277,12 +277,12 @@ class RegularSearch:
         return answer, found
 
     def _may_hide(self, waiting: _Waiting, found: Sequence[Candidate]) -> bool:
-        """True if sums of whole gradients may hide so much that it matters whether gradients are whole. Of several
-        groups that was never seen to."""
+        """True if sums of whole gradients may hide so much that it matters whether gradients are whole. With several
+        groups it was seen to matter in no question (design 033)."""
         assert waiting.case is not None
         if waiting.case.groups > 1:
             return False
-        last_s = max_overlap(self.search.cluster) * self.tables.bucket_seconds(self.meshes[waiting.mesh][0])
+        last_s = max_overlap(self.search.cluster) * self.tables.max_bucket_seconds(self.meshes[waiting.mesh][0])
         return any(one.hidden_s - last_s > MIN_HIDDEN_FRACTION * one.clock_s for one in found)
 
     def _path_bound(self, solved: _SolvedBound) -> float:

@@ -237,7 +237,7 @@ class SearchTables(SearchBounds):
         options = tuple(self.option(sub, numbers[sub], n, room, beside.get((sub.shape, m, n), 0.0)) for sub, n in pairs)
         return PipelineTable(self._shape[0], self.search.cluster.num_devices, options, **stacked)
 
-    def bucket_seconds(self, sub: Submesh) -> float:
+    def max_bucket_seconds(self, sub: Submesh) -> float:
         """The most seconds that the sum of a bucket of gradients takes."""
         return max_bucket_seconds(self.search.pricer(sub.offsets[0], sub.shape))
 
@@ -251,7 +251,7 @@ class SearchTables(SearchBounds):
         )
         counted = cost - pace_s - transfer_s - level.byte * resident - level.saved_byte * saved
         uncounted = m * (step_s - np.where(np.isfinite(cost), counted, step_s))
-        spared = share * (uncounted / (1.0 - level.gradient_share) - self.bucket_seconds(sub))
+        spared = share * (uncounted / (1.0 - level.gradient_share) - self.max_bucket_seconds(sub))
         backward = np.maximum(pace_s - self.least_phases(sub, m)[0], 0.0)
         return m * step_s - np.clip(spared, 0.0, np.minimum(share * backward, m * step_s))
 

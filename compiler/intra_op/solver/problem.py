@@ -64,6 +64,11 @@ class Edge:
     seconds: np.ndarray
     bytes: np.ndarray
 
+    def restricted(self, alive: Sequence[np.ndarray]) -> Edge:
+        """The tensor with only these choices of each operator: int indices or a mask."""
+        consumers = tuple((k, target[alive[k]]) for k, target in self.consumers)
+        return replace(self, source=self.source[alive[self.producer]], consumers=consumers)
+
 
 @dataclass(frozen=True, eq=False)
 class Problem:
@@ -221,8 +226,4 @@ def restrict(problem: Problem, alive: Sequence[np.ndarray]) -> Problem:
         Operator(op.name, tuple(np.array(op.labels, dtype=object)[idx]), op.seconds[idx], op.bytes[idx])
         for op, idx in zip(problem.operators, alive)
     )
-    edges = tuple(
-        replace(e, source=e.source[alive[e.producer]], consumers=tuple((k, t[alive[k]]) for k, t in e.consumers))
-        for e in problem.edges
-    )
-    return Problem(operators, edges)
+    return Problem(operators, tuple(edge.restricted(alive) for edge in problem.edges))
