@@ -21,8 +21,6 @@ import torch
 
 __all__ = ["ForkedTask", "most_workers", "run_all"]
 
-LOW_PRIORITY = 10  # of ``nice``: a tenth of the share
-
 T = TypeVar("T")
 
 
@@ -49,13 +47,12 @@ class _Unpickler(pickle.Unpickler):
 class ForkedTask(Generic[T]):
     """The answer of ``work()``: computed by a child process if ``apart``, else at once in this one.
 
-    The child prints nothing and ignores Ctrl-C; its changes to data are lost, only its answer comes back. later: True
-    if the answer is needed after the work of this process, which then comes first where cores are few. common: objects
-    that the answer may refer to, and that are not copied.
+    The child prints nothing and ignores Ctrl-C; its changes to data are lost, only its answer comes back. common:
+    objects that the answer may refer to, and that are not copied.
     """
 
-    def __init__(self, work: Callable[[], T], apart: bool, later: bool = False, common: Sequence[object] = ()) -> None:
-        self._work, self._later, self._common, self._child, self._answers = work, later, common, 0, -1
+    def __init__(self, work: Callable[[], T], apart: bool, common: Sequence[object] = ()) -> None:
+        self._work, self._common, self._child, self._answers = work, common, 0, -1
         self._received: list[bytes] = []
         self._answer: list[T] = []  # empty until it is known
         if not (apart and self._fork()):
@@ -95,7 +92,6 @@ class ForkedTask(Generic[T]):
         try:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             torch.set_num_threads(1)  # OpenMP waits forever for the parent's threads, which are not here
-            os.nice(LOW_PRIORITY if self._later else 0)
             os.close(self._answers)
             torch.ones((), requires_grad=True).backward()  # fails where autograd's threads stayed with the parent
             with os.fdopen(into, "wb") as pipe:

@@ -240,7 +240,7 @@ def start_search(
 def start_pure_plans(search: SearchState) -> None:
     """Search for the pure plans in a fork if alternatives are wanted and there is a worker for it."""
     if search.alternatives and search.workers > 1:
-        search.pure_task = ForkedTask(partial(_pure_plans, search), True, later=True)
+        search.pure_task = ForkedTask(partial(_pure_plans, search), True)
 
 
 def _pure_plans(search: SearchState) -> dict[str, PurePlan]:
