@@ -29,6 +29,7 @@ from ..plan.recompute import NOTHING, Recompute
 from ..plan.tensor_codecs import coder_seconds, wire_share
 from ..rules import rule_for
 from .pricing import MeshPricer, gradient_type
+from .saved_tensors import saved_of
 
 __all__ = ["GatherUse", "LayerGather", "LayerReads", "gather_seconds", "layer_gathers", "scatter_seconds"]
 
@@ -165,24 +166,11 @@ def _runs_again(
     for node in ops if recompute.repeated else touched:
         if op_name(node) == "getitem" or node.name not in needs_grad:
             continue
-        rule, operands = rule_for(node), tensor_operands(node)
-        saves = rule.saves(node)
-        if node.name in recompute.repeated and (saves or rule.temporary_bytes(node)):
+        operands, saves = tensor_operands(node), saved_of(node, needs_grad)
+        if node.name in recompute.repeated and (saves or rule_for(node).temporary_bytes(node)):
             return True
-        factors = [operands[k].name in needs_grad for side, k in saves if side == "input"]
         for side, k in saves:
             maker = node if side == "output" else output_of(operands[k])[0]
-            if maker.name in recompute.repeated:
-                return True
-            if maker not in derived:
-                continue
-            if side == "output" or not _is_product(node):
-                return True
-            if sum(factors) > (operands[k].name in needs_grad):  # another factor has a gradient, which needs this one
+            if maker.name in recompute.repeated or maker in derived:
                 return True
     return False
-
-
-def _is_product(node: Node) -> bool:
-    """True if each factor is kept for the gradients of the other factors alone."""
-    return rule_for(node).cost_kind == "matmul" or op_name(node).split(".")[1:2] == ["mul"]

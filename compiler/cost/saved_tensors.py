@@ -12,28 +12,33 @@ from ...costmodel.compute import writes_scores
 from ..ir.graph import op_name, output_of, tensor_operands, types_of
 from ..plan.recompute import Recompute
 from ..rules import MeshChoice, rule_for
+from ..rules.common import argument
 from .pricing import MeshPricer
 
-__all__ = ["extra_saved_bytes", "saved_bytes", "saved_tensors"]
+__all__ = [
+    "copied_operands",
+    "extra_saved_bytes",
+    "kept_operands",
+    "saved_by_readers",
+    "saved_bytes",
+    "saved_of",
+    "saved_tensors",
+    "storage_roots",
+]
 
 Saved = set[str | tuple[str, int]]
 
 
 def saved_tensors(ops: Sequence[Node], grad: Collection[str]) -> Saved:
     """Storage roots that some of ``ops`` keeps for its backward: names, and (name, k) for outputs without a getitem."""
-    root: dict[str, str] = {}
+    root = storage_roots(ops)
 
     def find(name: str) -> str:
         return root.get(name, name)
 
-    for node in ops:
-        if op_name(node) != "getitem" and rule_for(node).cost_kind in ("view", "free") and tensor_operands(node):
-            root[node.name] = find(tensor_operands(node)[0].name)
     kept: Saved = set()
     for node in ops:
-        if op_name(node) == "getitem" or node.name not in grad:
-            continue
-        for side, k in rule_for(node).saves(node):
+        for side, k in saved_of(node, grad):
             if side == "input":
                 kept.add(find(tensor_operands(node)[k].name))
             else:
@@ -43,6 +48,55 @@ def saved_tensors(ops: Sequence[Node], grad: Collection[str]) -> Saved:
             producer, index = output_of(node)
             kept.add((producer.name, index))
     return kept
+
+
+def saved_of(node: Node, grad: Collection[str]) -> tuple[tuple[str, int], ...]:
+    """What ``node`` keeps for its backward: ("input", k) and ("output", k). A factor of a product is kept where another
+    one has a gradient."""
+    if node.name not in grad or op_name(node) == "getitem":
+        return ()
+    rule, operands = rule_for(node), tensor_operands(node)
+    saves = rule.saves(node)
+    if not rule.is_product(node):
+        return saves
+    factors = {k for side, k in saves if side == "input" and operands[k].name in grad}
+    return tuple((side, k) for side, k in saves if side == "output" or factors - {k})
+
+
+def storage_roots(ops: Sequence[Node]) -> dict[str, str]:
+    """The tensor whose storage each of ``ops`` that is a view of another's result shares."""
+    root: dict[str, str] = {}
+    for node in ops:
+        if op_name(node) != "getitem" and rule_for(node).cost_kind in ("view", "free") and tensor_operands(node):
+            first = tensor_operands(node)[0].name
+            root[node.name] = root.get(first, first)
+    return root
+
+
+def kept_operands(ops: Sequence[Node], grad: Collection[str]) -> dict[str, set[int]]:
+    """By op the operands that stay because it saves them, or because some other op saves its view of them."""
+    views, kept = storage_roots(ops), dict[str, set[int]]()
+    for node in reversed(ops):
+        kept[node.name] = {k for side, k in saved_of(node, grad) if side == "input"}
+        if node.name in views and any(
+            tensor_operands(user)[k] is node for user in node.users for k in kept.get(user.name, ())
+        ):
+            kept[node.name].add(0)
+    return kept
+
+
+def saved_by_readers(ops: Sequence[Node], grad: Collection[str], recompute: Recompute) -> frozenset[str]:
+    """The results of ``ops`` of which every reader among them keeps what it reads (``kept_operands``), and that stay
+    for nothing else, where no layer is run again. Where a reader wants another layout, it keeps its copy alone."""
+    found, views, kept = set[str](), storage_roots(ops), kept_operands(ops, grad)
+    for node in ops:
+        readers = [user for user in node.users if user.name in kept]
+        alone = node.name not in views and not isinstance(node.meta["type"], tuple) and op_name(node) != "getitem"
+        plain = not recompute or recompute.plain.issuperset(one.name for one in (node, *readers))
+        if alone and plain and readers and ("output", 0) not in saved_of(node, grad):
+            reads = (any(tensor_operands(one)[k] is node for k in kept[one.name]) for one in readers)
+            found.update([node.name] if all(reads) else ())
+    return frozenset(found)
 
 
 def saved_bytes(
@@ -70,11 +124,24 @@ def saved_bytes(
         if stays or (flows and _is_in(saved, node, k)):
             local = np.array([pricer.local_bytes(kind, c.outputs[k].value) for c in choices])
             kept, held = (kept + local, held) if stays else (kept, held + local)
+    if heavy:
+        operands = tensor_operands(node)
+        for place, choice in enumerate(choices):
+            own = copied_operands(node, choice)
+            kept[place] += sum(pricer.operand_bytes(operands[k], choice.inputs[k].value) for k in own)
     if flows and (extra := extra_saved_bytes(node, pricer, grad)):
         size = np.array([extra * choice.work_share for choice in choices])  # what the work is on, whatever comes out
         stays = heavy or not recompute or node.name in recompute.plain
         kept, held = (kept + size, held) if stays else (kept, held + size)
     return kept, held
+
+
+def copied_operands(node: Node, choice: MeshChoice) -> tuple[int, ...]:
+    """The operands of which an op keeps copies of its own, which stay where its layer is run again but it is not: a
+    ring has blocks of keys and values, and under a causal mask other queries (``ring_attention``)."""
+    if rule_for(node).cost_kind != "attention" or "ring" not in choice.labels:
+        return ()
+    return (0, 1, 2) if argument(node, "is_causal") else (1, 2)
 
 
 def _is_in(saved: Saved, node: Node, k: int) -> bool:

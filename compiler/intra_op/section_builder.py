@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch.fx import Node
 
-from ..cost.saved_tensors import Saved
+from ..cost.saved_tensors import Saved, kept_operands
 from ..frontend.layers import Layering
 from ..ir.graph import Graph, op_name, output_of, tensor_operands
 from ..ir.ops.loss import deferrable_losses, exit_pair
 from ..ir.spec import P, Pair, R, S, Spec, parse_pair, replicated
 from ..plan.independent_axes import lies_loosely
 from ..plan.recompute import Recompute
-from ..rules import MeshChoice, rule_for
+from ..rules import MeshChoice
 from .restriction import Restriction
 
 __all__ = ["Given", "SectionBuilder", "Wanted", "Where", "keeps", "normalize"]
@@ -50,18 +50,16 @@ class SectionBuilder(ABC):
         a border."""
         wants: dict[str, Wanted] = {}
         gives: dict[str, Given] = {}
+        kept = kept_operands(self.ops, self.grad)
         for name, states in entries.items():
             gives[name] = self._add_entry(name), self._normalized(name, states)
         for node in self.ops:
             if op_name(node) == "getitem":
                 continue
             i, choices = self._add_op(node)
-            saves = (
-                {k for side, k in rule_for(node).saves(node) if side == "input"} if node.name in self.grad else set()
-            )
             for k, operand in enumerate(tensor_operands(node)):
                 pairs = self._normalized(operand.name, [choice.inputs[k] for choice in choices])
-                wants.setdefault(operand.name, []).append((i, pairs, k in saves))
+                wants.setdefault(operand.name, []).append((i, pairs, k in kept[node.name]))
             for name, k in self._outputs(node):
                 gives[name] = i, self._normalized(name, [choice.outputs[k] for choice in choices])
         for name, states in exits.items():

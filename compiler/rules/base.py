@@ -156,6 +156,10 @@ class Rule:
         default: nothing."""
         return ()
 
+    def is_product(self, node: Node) -> bool:
+        """True if each operand that ``saves`` names is kept for the gradients of the others alone."""
+        return False
+
     def temporary_bytes(self, node: Node) -> float:
         """Bytes beyond operands and outputs that the op keeps for its backward (masks, statistics, copies); global
         size."""

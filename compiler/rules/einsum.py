@@ -149,6 +149,10 @@ class EinsumRule(Rule):
         added = [entry[1] for entry in entries] if pattern else [False] * len(tensor_operands(node))
         return tuple(("input", k) for k, is_added in enumerate(added) if not is_added)
 
+    def is_product(self, node: Node) -> bool:
+        """True."""
+        return True
+
 
 def _matmul(node: Node) -> str:
     left, right = (len(operand.meta["type"].shape) for operand in tensor_operands(node))
@@ -194,6 +198,10 @@ class _TriangularSolveRule(EinsumRule):
     def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
         """The matrix and the solution."""
         return (("input", 0), ("output", 0))
+
+    def is_product(self, node: Node) -> bool:
+        """False: the gradient of each needs the matrix."""
+        return False
 
     def example_operands(self, node: Node, generator: torch.Generator) -> list[torch.Tensor]:
         """A well-conditioned matrix."""

@@ -33,6 +33,7 @@ _SAVES_INPUTS = words("""gelu silu mish hardswish hardsigmoid hardtanh leaky_rel
 threshold pow log log2 log10 log1p
     sin cos abs erf square clamp clamp_min clamp_max maximum minimum where masked_fill addcmul addcdiv lerp atan2
     xlogy logit prelu fmod remainder nan_to_num""")
+_PRODUCTS = words("mul multiply")
 _BILINEAR = words("mul multiply div divide true_divide")
 _ADDITIVE = words("add subtract sub")
 _LINEAR = words("neg negative positive clone contiguous alias lift_fresh_copy lift_fresh detach conj _conj real imag")
@@ -119,6 +120,10 @@ class PointwiseRule(Rule):
             return [(WHOLE, ROW, ROW)]
         zero = [arg for arg in node.args[1:] if not isinstance(arg, Node)] == [0]
         return [(WHOLE, ROW)] if len(operands) == 2 and zero else []
+
+    def is_product(self, node: Node) -> bool:
+        """True for products of two tensors."""
+        return base_name(node) in _PRODUCTS
 
     def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
         """The tensors that the op's derivative needs."""

@@ -69,6 +69,7 @@ class SearchBounds:
         )
         self._starts = {0, *accumulate(host.num_devices for host in cluster.hosts)}  # devices that hosts begin with
         self._ends: dict[tuple[Submesh, int], np.ndarray] = {}  # least seconds of messages [2, borders]
+        self._sent: dict[tuple[Submesh, int], np.ndarray] = {}  # see ``sent_bytes``
         self._units: dict[tuple[int, float], float] = {}
         self._share: dict[int, float] = {}  # microbatches → seconds of a step if all devices were equally busy
         self.groups = row_groups(search, self.submeshes, self.counts, self.levels)
@@ -226,12 +227,11 @@ class SearchBounds:
         shape = len(subs), *self._shape
         rows = []
         for number in priced:
-            value = np.zeros(shape)  # nothing is known of a submesh that was not looked at
+            value, level = np.zeros(shape), self.levels[number]  # nothing is known of a submesh not looked at
             for o, sub in enumerate(subs):
                 found = self.lower_bound(sub, m, number)
                 if found is not None:
-                    value[o] = found
-            level = self.levels[number]
+                    value[o] = found + level.saved_byte * self.sent_bytes(sub, m)
             value = np.maximum(value - level.byte * self.copies, 0.0)  # every use counts a copy, one is
             trip = level.weight_share < 1.0
             rows.append(LagrangianBound(level.byte, level.saved_byte, value, level.step_share > 0.0, trip))
@@ -240,6 +240,12 @@ class SearchBounds:
         ends = np.stack([self.least_messages(sub, m) for sub in subs])
         enter, behind = np.broadcast_to(ends[:, 0, :-1, None], shape), np.broadcast_to(ends[:, 1, None, :], shape)
         return LowerBounds(options, pace, transfer_s=behind, entry_s=enter, rows=tuple(rows))
+
+    def sent_bytes(self, sub: Submesh, m: int) -> np.ndarray:
+        """As ``RowGroup.sent_bytes``."""
+        if (sub, m) not in self._sent:
+            self._sent[sub, m] = self.group(sub).sent_bytes(sub, m)
+        return self._sent[sub, m]
 
     def least_messages(self, sub: Submesh, m: int) -> np.ndarray:
         """[2, borders] the least seconds to receive what crosses each border, and to get its gradients back."""
@@ -356,6 +362,11 @@ class RowGroup:
                 known[key] = [one[possible, v].min() for one in seconds] if possible.any() else [0.0, 0.0]
             both[:, border] = known[key]
         return both
+
+    def sent_bytes(self, sub: Submesh, m: int) -> np.ndarray:
+        """[borders] the least bytes, per microbatch in flight, of what a stage that ends at each border sends on."""
+        v, num = self.variant(sub, m), len(self.composer.cases.layering.crossing)
+        return np.array([self.composer.sent_bytes(b)[v] if 0 < b < num - 1 else 0.0 for b in range(num)])
 
     def knows(self, sub: Submesh, m: int, price: int) -> bool:
         """True if these tables were made."""

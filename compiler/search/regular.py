@@ -463,6 +463,7 @@ class RegularSearch:
         for level in levels:
             found = tables.lower_bound(sub, m, level)
             assert found is not None
+            found = found + tables.levels[level].saved_byte * tables.sent_bytes(sub, m)
             values.append(np.maximum(found - tables.levels[level].byte * tables.copies, 0.0))
         pace = tables.least_pace(sub, m)
         zero = np.zeros((len(sites), *pace.shape))

@@ -225,6 +225,8 @@ class SearchTables(SearchBounds):
                     array = self._exposed_step(sub, m, price) if hides else array * m
                 elif name == "resident":  # every use of a weight counts a copy; at the least they are as fine as can be
                     array = np.maximum(array - self.copies / sub.num_devices, 0.0)
+                elif name == "saved":
+                    array = array + self.sent_bytes(sub, m)
                 elif name == "transfer_s":  # a message is before the stage that receives it
                     array = np.maximum(array - group.array("entry_s", sub, m, price), 0.0)
                 values.append(array)

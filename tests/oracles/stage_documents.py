@@ -25,7 +25,7 @@ from meshwright.compiler.cost.parameter_sharding import (
     unfilled_messages,
 )
 from meshwright.compiler.cost.pricing import MeshPricer, partial_axes
-from meshwright.compiler.cost.saved_tensors import saved_bytes, saved_tensors
+from meshwright.compiler.cost.saved_tensors import kept_operands, saved_by_readers, saved_bytes, saved_tensors
 from meshwright.compiler.ir.graph import op_name, output_of, tensor_operands, types_of
 from meshwright.compiler.ir.spec import P, Pair, R
 from meshwright.compiler.plan.plan import ParameterSharding
@@ -78,6 +78,7 @@ class StageDocuments(Frontier):
         self.saved = saved_tensors(self.ops, self.grad)
         kept = [node for node in self.ops if self._keeps(node.name)]
         self.plain = saved_tensors(kept, self.grad) if self.recompute else self.saved
+        self.on_edges = saved_by_readers(self.ops, self.grad, self.recompute) - set(self.layering.static)
         self.tensors: dict[str, TensorPrices] = {}
         self.choices: dict[str, list[MeshChoice]] = {}
         self.placed: dict[str, list[Any]] = {}  # placeholder → its choices
@@ -102,17 +103,17 @@ class StageDocuments(Frontier):
 
     def _prepare(self) -> bool:
         wants: dict[str, list[Pair]] = defaultdict(list)
+        kept = kept_operands(self.ops, self.grad)
         for node in self.ops:
             if op_name(node) == "getitem":
                 continue
             found = self.choices[node.name] = self._offered(node)
             if not found:
                 return False
-            saves = {k for side, k in rule_for(node).saves(node) if side == "input"} if node.name in self.grad else ()
             for k, operand in enumerate(tensor_operands(node)):
                 tensor = self._tensor(operand.name)
                 tensor.uses += 1
-                tensor.copied |= k in saves
+                tensor.copied |= k in kept[node.name]
                 numbers = [tensor.index(c.inputs[k]) for c in found]
                 known = list(tensor.pairs)
                 wants[operand.name] += [known[number] for number in numbers]
@@ -241,8 +242,9 @@ class StageDocuments(Frontier):
         if not self.of.limited:
             return out
         out[:, SAVED], out[:, HELD] = saved_bytes(
-            node, choices, pricer, self.saved, self.plain, self.grad, self.members, self.recompute
-        )
+            node, choices, pricer, self.saved - self.on_edges, self.plain - self.on_edges, self.grad, self.members,
+            self.recompute,
+        )  # fmt: skip
         for row, choice in zip(out, choices):
             row[LARGEST] = sum(pricer.local_bytes(t, p.value) for t, p in zip(types_of(node), choice.outputs))
             for operand, pair in zip(tensor_operands(node), choice.inputs):
@@ -330,7 +332,7 @@ class StageDocuments(Frontier):
         name, columns = tensor.name, self.columns
         ahead, back, copy = tensor.tables()
         source, paid, state = (columns[f"{name} {what}"] for what in ("src", "paid", "state"))
-        new = (wanted != source) & ((paid >> wanted) & 1 == 0)
+        new = ((wanted != source) | (name in self.on_edges)) & ((paid >> wanted) & 1 == 0)
         direct = np.where(new, ahead[source, wanted] + back[source, wanted], 0.0)
         self.values[:, FORWARD] += np.where(new, ahead[source, wanted], 0.0)
         self.values[:, BACKWARD] += np.where(new, back[source, wanted], 0.0)

@@ -98,11 +98,11 @@ class TensorPrices:
         free_to_slice = self.node.op == "placeholder" and not self.grad
         again = self.stage.recompute.converts_again(self.name)
         for (one, i), (other, j) in itertools.product(self.pairs.items(), self.pairs.items()):
+            if self.copied and (one.value != other.value or self.name in self.stage.on_edges):
+                copy[i, j] = pricer.local_bytes(self.kind, other.value)
             if i == j:
                 continue
             if not (free_to_slice and all(v in (R, w) for v, w in zip(one.value, other.value))):
                 there, home = pricer.reshard(one, other, self.kind, self.grad)
                 ahead[i, j], back[i, j] = there, home + (there if again else 0.0)
-            if self.copied and one.value != other.value:
-                copy[i, j] = pricer.local_bytes(self.kind, other.value)
         return ahead, back, copy

@@ -28,13 +28,14 @@ from typing import Any
 
 import numpy as np
 
+from ...cost.saved_tensors import saved_tensors, storage_roots
 from ...ir.graph import op_name, tensor_operands, types_of
 from ...plan.tensor_codecs import wire_share
 from ...workers import run_all
 from ..restriction import Restriction
 from ..section import State
 from ..solver.vectorised_elimination import Running, in_chunks
-from .cases import Cases
+from .cases import Cases, cut_mask
 from .layer_tables import LayerTables, LayerTemplate, Level, Weights
 from .problem import CaseSection
 from .row_cache import RowCache, column_digests, row_key
@@ -109,6 +110,7 @@ class IntervalComposer:
     _found: _Found = field(default_factory=dict)
     _borders: dict[Any, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     _peaks: dict[str, np.ndarray] = field(default_factory=dict)
+    _sent: dict[Any, np.ndarray] = field(default_factory=dict)
     _phases: dict[str, np.ndarray] = field(default_factory=dict)
 
     # ---- tables
@@ -222,6 +224,30 @@ class IntervalComposer:
             largest = np.max(sizes, axis=0)[self.cases.extent_of]
             self._peaks[key] = largest / self.cases.num_devices
         return self._peaks[key]
+
+    def sent_bytes(self, boundary: int) -> np.ndarray:
+        """[cases] the least bytes of what a stage that ends here makes for the next one and does not save for itself:
+        its last layer's results, which it holds until their gradients arrive."""
+        key = (self.cases.layering.layers[boundary - 1].class_key, self.cases.border_key(boundary))
+        if key not in self._sent:
+            self._sent[key] = self._least_sent(boundary)
+        return self._sent[key]
+
+    def _least_sent(self, boundary: int) -> np.ndarray:
+        cases, (states, possible) = self.cases, self.states(boundary)
+        before, here = (cases.layering.crossing[k] for k in (boundary - 1, boundary))
+        ops, grad = cases.ops(boundary - 1), cases.layering.needs_grad
+        kept, roots, nodes = saved_tensors(ops, grad), storage_roots(ops), {node.name: node for node in ops}
+        held = np.zeros((len(states), cases.num))
+        for t, name in enumerate(here):
+            root = roots.get(name, name)
+            if name not in before and name in grad and root in nodes and not kept.intersection((root, (root, 0))):
+                kind = nodes[name].meta["type"]
+                whole = cases.shapes(kind).prod(axis=1)[cases.extent_of] * float(kind.dtype.itemsize)
+                for i, state in enumerate(states):
+                    held[i] += whole / cases.divisor[:, cut_mask(state[t].value)]
+        least = np.where(possible.T, held, np.inf).min(axis=0, initial=np.inf)
+        return np.where(np.isfinite(least), least, 0.0)
 
     def phase_seconds(self, layer: int) -> np.ndarray:
         """[2, cases] the least seconds of a microbatch's forward and of its backward, however the ops are sharded."""

@@ -85,11 +85,16 @@ class Conversions:
     @cached_property
     def copies(self) -> np.ndarray:
         """[num, sources, targets] bytes of the converted value, 0 where it stays as it is."""
-        nbytes = self.pricer.local_bytes(self.kind, [pair.value for pair in self.targets])
         moved = np.array([[s.value != t.value for t in self.targets] for s in self.sources], dtype=bool)
-        moved = moved.reshape(len(self.sources), len(self.targets))
-        copies: np.ndarray = np.where(moved & np.isfinite(self.seconds), nbytes[:, None, :], 0.0)
+        copies: np.ndarray = np.where(moved.reshape(len(self.sources), len(self.targets)), self.values, 0.0)
         return copies
+
+    @cached_property
+    def values(self) -> np.ndarray:
+        """[num, sources, targets] bytes of the value as it is wanted, converted or not."""
+        nbytes = self.pricer.local_bytes(self.kind, [pair.value for pair in self.targets])
+        values: np.ndarray = np.where(np.isfinite(self.seconds), nbytes[:, None, :], 0.0)
+        return values
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +113,8 @@ class CaseEdge:
     conversions: Conversions
     #: True if some consumer keeps its copy for the backward.
     copied: bool
+    #: Recompute modes in which what is wanted unconverted counts here, not at its producer.
+    whole_in: frozenset[str]
     #: Recompute modes in which copies stay until the backward.
     kept_in: frozenset[str]
     #: Recompute modes in which the backward converts again.
@@ -133,16 +140,17 @@ class CaseEdge:
     @property
     def bytes(self) -> Mapping[str, np.ndarray]:
         """Bytes per microbatch in flight of the converted copy, by mode."""
-        return {mode: self._copies if mode in self.kept_in else self._nothing for mode in self.modes}
+        return {mode: self._copies(mode) if mode in self.kept_in else self._nothing for mode in self.modes}
 
     @property
     def transient(self) -> Mapping[str, np.ndarray]:
         """Bytes of the copy while its layer is recomputed, by mode."""
-        return {mode: self._nothing if mode in self.kept_in else self._copies for mode in self.modes}
+        return {mode: self._nothing if mode in self.kept_in else self._copies(mode) for mode in self.modes}
 
-    @property
-    def _copies(self) -> np.ndarray:
-        return self.conversions.copies if self.copied else self._nothing
+    def _copies(self, mode: str) -> np.ndarray:
+        if not self.copied:
+            return self._nothing
+        return self.conversions.values if mode in self.whole_in else self.conversions.copies
 
     @property
     def _nothing(self) -> np.ndarray:

@@ -14,8 +14,8 @@ import numpy as np
 from torch.fx import Node
 
 from ...cost.layer_gathers import LayerReads
-from ...cost.saved_tensors import Saved, extra_saved_bytes, saved_tensors
-from ...ir.graph import types_of
+from ...cost.saved_tensors import Saved, copied_operands, extra_saved_bytes, saved_by_readers, saved_tensors
+from ...ir.graph import tensor_operands, types_of
 from ...ir.ops.loss import DEFERRED_SUM_FACTOR
 from ...ir.spec import Pair, Spec, replicated
 from ...plan.recompute import Recompute, recompute_of
@@ -113,6 +113,10 @@ class _Builder(SectionBuilder):
         self.recompute = {mode: _recompute(cases, mode) for mode in modes}
         self.plain = {  # by mode, what of ``saved`` is kept because ops save it whose layer is not run again
             mode: saved_tensors([op for op in self.ops if keeps(op.name, re)], self.grad)
+            for mode, re in self.recompute.items()
+        }
+        self.on_edges = {
+            mode: saved_by_readers(self.ops, self.grad, re) - set(self.layering.static)
             for mode, re in self.recompute.items()
         }
         self.sharing = _sharing(cases)
@@ -276,8 +280,15 @@ class _Builder(SectionBuilder):
             local = self.pricer.local_bytes(kind, [c.outputs[k].value for c in choices.choices])
             for mode, re in self.recompute.items():
                 stays = node.name in re.heavy or _is_in(self.plain[mode], node, k)
-                if stays or _is_in(self.saved, node, k):
+                if (stays or _is_in(self.saved, node, k)) and node.name not in self.on_edges[mode]:
                     note(mode, stays, local)
+        copied = [copied_operands(node, choice) for choice in choices.choices]
+        if any(copied):
+            for k, operand in enumerate(tensor_operands(node)):
+                specs = [choice.inputs[k].value for choice in choices.choices]
+                local = self.pricer.local_bytes(types_of(operand)[0], specs) * [k in own for own in copied]
+                for mode in (mode for mode, re in self.recompute.items() if node.name in re.heavy):
+                    note(mode, True, local)
         beside = np.zeros(choices.offered.shape)
         divisor = self.cases.divisor[:, choices.splits]
         for _, rows in self.pricer.devices:
@@ -350,6 +361,7 @@ class _Builder(SectionBuilder):
             (tuple(sources), tuple(targets)),
             self.cases.cache[key],
             name not in self.layering.static and any(saved for *_, saved in wanted),
+            frozenset(mode for mode in self.modes if name in self.on_edges[mode]),
             kept,
             again,
             self.modes,
