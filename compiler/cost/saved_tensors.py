@@ -67,36 +67,59 @@ def storage_roots(ops: Sequence[Node]) -> dict[str, str]:
     """The tensor whose storage each of ``ops`` that is a view of another's result shares."""
     root: dict[str, str] = {}
     for node in ops:
-        if op_name(node) != "getitem" and rule_for(node).cost_kind in ("view", "free") and tensor_operands(node):
+        if op_name(node) == "getitem" or rule_for(node).cost_kind not in ("view", "free"):
+            continue
+        layout = node.meta.get("layout")
+        if tensor_operands(node) and not (layout is not None and layout.copies_forward):
             first = tensor_operands(node)[0].name
             root[node.name] = root.get(first, first)
     return root
 
 
 def kept_operands(ops: Sequence[Node], grad: Collection[str]) -> dict[str, set[int]]:
-    """By op the operands that stay because it saves them, or because some other op saves its view of them."""
-    views, kept = storage_roots(ops), dict[str, set[int]]()
+    """By op the operands of which it keeps its copy, where it wants another layout: those that it saves. An op that
+    makes views of what another saves as its result keeps its copy if a view is saved."""
+    views, kept = storage_roots(ops), {node.name: _saved_operands(node, grad) for node in ops}
+    own = {node.name for node in ops if ("output", 0) in saved_of(node, grad)}
     for node in reversed(ops):
-        kept[node.name] = {k for side, k in saved_of(node, grad) if side == "input"}
-        if node.name in views and any(
-            tensor_operands(user)[k] is node for user in node.users for k in kept.get(user.name, ())
-        ):
+        if views.get(node.name) in own and any(_reads(user, kept.get(user.name, ()), node) for user in node.users):
             kept[node.name].add(0)
     return kept
 
 
-def saved_by_readers(ops: Sequence[Node], grad: Collection[str], recompute: Recompute) -> frozenset[str]:
-    """The results of ``ops`` of which every reader among them keeps what it reads (``kept_operands``), and that stay
-    for nothing else, where no layer is run again. Where a reader wants another layout, it keeps its copy alone."""
-    found, views, kept = set[str](), storage_roots(ops), kept_operands(ops, grad)
+def saved_by_readers(
+    ops: Sequence[Node], grad: Collection[str], recompute: Recompute
+) -> dict[str | tuple[str, int], str]:
+    """By result of ``ops`` (name, or name and which) that stays for its readers alone the one tensor (itself, or a view
+    of it) that they save: where all of them do, and no layer is run again. Where such a reader wants another layout,
+    its copy alone stays."""
+    views, here = storage_roots(ops), {node.name for node in ops}
+    by_root: dict[str, list[Node]] = {}
     for node in ops:
-        readers = [user for user in node.users if user.name in kept]
-        alone = node.name not in views and not isinstance(node.meta["type"], tuple) and op_name(node) != "getitem"
-        plain = not recompute or recompute.plain.issuperset(one.name for one in (node, *readers))
-        if alone and plain and readers and ("output", 0) not in saved_of(node, grad):
-            reads = (any(tensor_operands(one)[k] is node for k in kept[one.name]) for one in readers)
-            found.update([node.name] if all(reads) else ())
-    return frozenset(found)
+        by_root.setdefault(views.get(node.name, node.name), []).append(node)
+    found: dict[str | tuple[str, int], str] = {}
+    for root, (maker, *others) in by_root.items():
+        if maker.name != root or isinstance(maker.meta["type"], tuple):
+            continue
+        producer, index = output_of(maker)
+        readers = {one: [user for user in one.users if user.name in here] for one in (maker, *others)}
+        saved = {one: [_reads(user, _saved_operands(user, grad), one) for user in readers[one]] for one in readers}
+        last, *more = [one for one, flags in saved.items() if any(flags)] or [maker]
+        whole = types_of(last)[0].numel >= types_of(maker)[0].numel  # else all of it stays for a part
+        if more or not (whole and saved[last] and all(saved[last])) or ("output", index) in saved_of(producer, grad):
+            continue
+        if not recompute or recompute.plain.issuperset(one.name for one in (*readers, *readers[last])):
+            found[root] = found[producer.name, index] = last.name
+    return found
+
+
+def _saved_operands(node: Node, grad: Collection[str]) -> set[int]:
+    return {k for side, k in saved_of(node, grad) if side == "input"}
+
+
+def _reads(user: Node, operands: Collection[int], node: Node) -> bool:
+    """True if ``node`` is one of these operands of an op."""
+    return any(tensor_operands(user)[k] is node for k in operands)
 
 
 def saved_bytes(

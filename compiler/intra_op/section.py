@@ -214,7 +214,7 @@ class _Builder(SectionBuilder):
         self.saved = saved_tensors(ops, self.grad)
         kept = [op for op in ops if keeps(op.name, recompute)]
         self.plain = saved_tensors(kept, self.grad) if recompute else self.saved
-        self.on_edges = saved_by_readers(ops, self.grad, recompute) - set(layering.static)
+        self.on_edges = saved_by_readers(ops, self.grad, recompute)
 
     def build(self) -> Section:
         tensors = self.connect(self.entries, self.exits)
@@ -329,8 +329,8 @@ class _Builder(SectionBuilder):
             node,
             choices,
             self.pricer,
-            self.saved - self.on_edges,
-            self.plain - self.on_edges,
+            self.saved - self.on_edges.keys(),
+            self.plain - self.on_edges.keys(),
             self.grad,
             self.members,
             self.recompute,
@@ -418,7 +418,7 @@ class _Builder(SectionBuilder):
             held = np.array([self.pricer.local_bytes(kind, target.value) for target in targets])
             moves = np.array([[source.value != target.value for target in targets] for source in sources], dtype=bool)
             moves = moves.reshape(seconds.shape)  # a border may have no states
-            nbytes = np.where((moves | (name in self.on_edges)) & np.isfinite(seconds), held, 0.0)
+            nbytes = np.where((moves | (name in self.on_edges.values())) & np.isfinite(seconds), held, 0.0)
         edge = Edge(
             name,
             producer,
