@@ -16,6 +16,7 @@ from meshwright.compiler.frontend.layers import cluster_layers
 from meshwright.compiler.intra_op.restriction import Restriction
 from meshwright.compiler.intra_op.solver.elimination import eliminate
 from meshwright.compiler.intra_op.solver.ilp import solve_ilp
+from meshwright.compiler.intra_op.solver.problem import evaluate
 from meshwright.compiler.intra_op.stage import solve_section, transient_bytes
 from meshwright.compiler.ir.graph import op_name, types_of
 from meshwright.compiler.plan.plan import Plan
@@ -129,7 +130,8 @@ def totals(graph, modes, mesh=(), first=0, end=None, schedule="1f1b"):
     section = composer.section(first, end, [composer.states(first)[0]], [composer.states(end)[0]])
     chosen = solve_section(section, 1.0)
     seconds = sum(float(s[c]) for s, c in zip(section.seconds, chosen))
-    saved = sum(float(s[c]) for s, c in zip(section.saved, chosen))
+    resident = sum(float(r[c]) for r, c in zip(section.resident, chosen))
+    saved = evaluate(section.problem(1.0), chosen)[1] - resident
     return seconds, saved, transient_bytes(section, chosen, composer.layering)
 
 
