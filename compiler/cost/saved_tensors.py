@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 from torch.fx import Node
@@ -16,6 +17,8 @@ from ..rules.common import argument
 from .pricing import MeshPricer
 
 __all__ = [
+    "Saved",
+    "SavedByReaders",
     "copied_operands",
     "extra_saved_bytes",
     "kept_operands",
@@ -27,6 +30,14 @@ __all__ = [
 ]
 
 Saved = set[str | tuple[str, int]]
+
+
+class SavedByReaders(NamedTuple):
+    """Results that stay for their readers alone (names, and (name, k)), and of each the one tensor that these save:
+    itself or a view of it."""
+
+    results: Saved
+    read: set[str]
 
 
 def saved_tensors(ops: Sequence[Node], grad: Collection[str]) -> Saved:
@@ -87,17 +98,14 @@ def kept_operands(ops: Sequence[Node], grad: Collection[str]) -> dict[str, set[i
     return kept
 
 
-def saved_by_readers(
-    ops: Sequence[Node], grad: Collection[str], recompute: Recompute
-) -> dict[str | tuple[str, int], str]:
-    """By result of ``ops`` (name, or name and which) that stays for its readers alone the one tensor (itself, or a view
-    of it) that they save: where all of them do, and no layer is run again. Where such a reader wants another layout,
-    its copy alone stays."""
+def saved_by_readers(ops: Sequence[Node], grad: Collection[str], recompute: Recompute) -> SavedByReaders:
+    """The results of ``ops`` of which one tensor is saved, by all that read it, and no layer of these is run again.
+    Where such a reader wants another layout, its copy alone stays."""
     views, here = storage_roots(ops), {node.name for node in ops}
     by_root: dict[str, list[Node]] = {}
     for node in ops:
         by_root.setdefault(views.get(node.name, node.name), []).append(node)
-    found: dict[str | tuple[str, int], str] = {}
+    found = SavedByReaders(set(), set())
     for root, (maker, *others) in by_root.items():
         if maker.name != root or isinstance(maker.meta["type"], tuple):
             continue
@@ -109,7 +117,8 @@ def saved_by_readers(
         if more or not (whole and saved[last] and all(saved[last])) or ("output", index) in saved_of(producer, grad):
             continue
         if not recompute or recompute.plain.issuperset(one.name for one in (*readers, *readers[last])):
-            found[root] = found[producer.name, index] = last.name
+            found.results.update((root, (producer.name, index)))
+            found.read.add(last.name)
     return found
 
 

@@ -39,7 +39,7 @@ from ..cost.parameter_sharding import (
     sharding_text,
 )
 from ..cost.pricing import MeshPricer
-from ..cost.saved_tensors import saved_by_readers, saved_bytes, saved_tensors
+from ..cost.saved_tensors import saved_bytes, saved_tensors
 from ..frontend.layers import Layering
 from ..ir.graph import Graph, TensorType, tensor_operands
 from ..ir.ops.loss import DEFERRED_SUM_FACTOR, exit_pair
@@ -214,7 +214,7 @@ class _Builder(SectionBuilder):
         self.saved = saved_tensors(ops, self.grad)
         kept = [op for op in ops if keeps(op.name, recompute)]
         self.plain = saved_tensors(kept, self.grad) if recompute else self.saved
-        self.on_edges = saved_by_readers(ops, self.grad, recompute)
+        self.on_edges = self._saved_by_readers(recompute)
 
     def build(self) -> Section:
         tensors = self.connect(self.entries, self.exits)
@@ -329,8 +329,8 @@ class _Builder(SectionBuilder):
             node,
             choices,
             self.pricer,
-            self.saved - self.on_edges.keys(),
-            self.plain - self.on_edges.keys(),
+            self.saved - self.on_edges.results,
+            self.plain - self.on_edges.results,
             self.grad,
             self.members,
             self.recompute,
@@ -418,7 +418,7 @@ class _Builder(SectionBuilder):
             held = np.array([self.pricer.local_bytes(kind, target.value) for target in targets])
             moves = np.array([[source.value != target.value for target in targets] for source in sources], dtype=bool)
             moves = moves.reshape(seconds.shape)  # a border may have no states
-            nbytes = np.where((moves | (name in self.on_edges.values())) & np.isfinite(seconds), held, 0.0)
+            nbytes = np.where((moves | (name in self.on_edges.read)) & np.isfinite(seconds), held, 0.0)
         edge = Edge(
             name,
             producer,

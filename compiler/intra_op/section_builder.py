@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch.fx import Node
 
-from ..cost.saved_tensors import Saved, kept_operands
+from ..cost.saved_tensors import Saved, SavedByReaders, kept_operands, saved_by_readers
 from ..frontend.layers import Layering
 from ..ir.graph import Graph, op_name, output_of, tensor_operands
 from ..ir.ops.loss import deferrable_losses, exit_pair
@@ -110,6 +110,10 @@ class SectionBuilder(ABC):
         return [exit_pair(pair) if name in self.late else replicated(self.axes) for pair in pairs]
 
     # ---- what stays until the backward
+
+    def _saved_by_readers(self, recompute: Recompute) -> SavedByReaders:
+        """``saved_by_readers``, but for static ops, whose copies do not count."""
+        return saved_by_readers([op for op in self.ops if op.name not in self.layering.static], self.grad, recompute)
 
     def _entry_stays(self, name: str, plain: Saved, recompute: Recompute) -> bool:
         """True if an op saves an entry whose layer is not run again (``plain``), or a layer that is run again begins

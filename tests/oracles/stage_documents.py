@@ -78,7 +78,9 @@ class StageDocuments(Frontier):
         self.saved = saved_tensors(self.ops, self.grad)
         kept = [node for node in self.ops if self._keeps(node.name)]
         self.plain = saved_tensors(kept, self.grad) if self.recompute else self.saved
-        self.on_edges = saved_by_readers(self.ops, self.grad, self.recompute)
+        self.on_edges = saved_by_readers(
+            [node for node in self.ops if node.name not in self.layering.static], self.grad, self.recompute
+        )
         self.tensors: dict[str, TensorPrices] = {}
         self.choices: dict[str, list[MeshChoice]] = {}
         self.placed: dict[str, list[Any]] = {}  # placeholder → its choices
@@ -242,8 +244,8 @@ class StageDocuments(Frontier):
         if not self.of.limited:
             return out
         out[:, SAVED], out[:, HELD] = saved_bytes(
-            node, choices, pricer, self.saved - self.on_edges.keys(),
-            self.plain - self.on_edges.keys(), self.grad, self.members,
+            node, choices, pricer, self.saved - self.on_edges.results,
+            self.plain - self.on_edges.results, self.grad, self.members,
             self.recompute,
         )  # fmt: skip
         for row, choice in zip(out, choices):
@@ -333,7 +335,7 @@ class StageDocuments(Frontier):
         name, columns = tensor.name, self.columns
         ahead, back, copy = tensor.tables()
         source, paid, state = (columns[f"{name} {what}"] for what in ("src", "paid", "state"))
-        new = ((wanted != source) | (name in self.on_edges.values())) & ((paid >> wanted) & 1 == 0)
+        new = ((wanted != source) | (name in self.on_edges.read)) & ((paid >> wanted) & 1 == 0)
         direct = np.where(new, ahead[source, wanted] + back[source, wanted], 0.0)
         self.values[:, FORWARD] += np.where(new, ahead[source, wanted], 0.0)
         self.values[:, BACKWARD] += np.where(new, back[source, wanted], 0.0)

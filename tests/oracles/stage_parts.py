@@ -98,7 +98,7 @@ class TensorPrices:
         free_to_slice = self.node.op == "placeholder" and not self.grad
         again = self.stage.recompute.converts_again(self.name)
         for (one, i), (other, j) in itertools.product(self.pairs.items(), self.pairs.items()):
-            if self.copied and (one.value != other.value or self.name in self.stage.on_edges.values()):
+            if self.copied and (one.value != other.value or self.name in self.stage.on_edges.read):
                 copy[i, j] = pricer.local_bytes(self.kind, other.value)
             if i == j:
                 continue

@@ -7,14 +7,14 @@ An offered choice costs what the scalar section says, but for rounding. Recomput
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from torch.fx import Node
 
 from ...cost.layer_gathers import LayerReads
-from ...cost.saved_tensors import copied_operands, extra_saved_bytes, saved_by_readers, saved_tensors
+from ...cost.saved_tensors import Saved, copied_operands, extra_saved_bytes, saved_tensors
 from ...ir.graph import tensor_operands, types_of
 from ...ir.ops.loss import DEFERRED_SUM_FACTOR
 from ...ir.spec import Pair, Spec, replicated
@@ -115,7 +115,7 @@ class _Builder(SectionBuilder):
             mode: saved_tensors([op for op in self.ops if keeps(op.name, re)], self.grad)
             for mode, re in self.recompute.items()
         }
-        self.on_edges = {mode: saved_by_readers(self.ops, self.grad, re) for mode, re in self.recompute.items()}
+        self.on_edges = {mode: self._saved_by_readers(re) for mode, re in self.recompute.items()}
         self.sharing = _sharing(cases)
         self.reads = LayerReads(self.ops, self.layering.layer_of, self.grad)
         self.rows: list[_Row] = []
@@ -277,7 +277,7 @@ class _Builder(SectionBuilder):
             local = self.pricer.local_bytes(kind, [c.outputs[k].value for c in choices.choices])
             for mode, re in self.recompute.items():
                 stays = node.name in re.heavy or _is_in(self.plain[mode], node, k)
-                if (stays or _is_in(self.saved, node, k)) and not _is_in(self.on_edges[mode], node, k):
+                if (stays or _is_in(self.saved, node, k)) and not _is_in(self.on_edges[mode].results, node, k):
                     note(mode, stays, local)
         copied = [copied_operands(node, choice) for choice in choices.choices]
         if any(copied):
@@ -358,7 +358,7 @@ class _Builder(SectionBuilder):
             (tuple(sources), tuple(targets)),
             self.cases.cache[key],
             name not in self.layering.static and any(saved for *_, saved in wanted),
-            frozenset(mode for mode in self.modes if name in self.on_edges[mode].values()),
+            frozenset(mode for mode in self.modes if name in self.on_edges[mode].read),
             kept,
             again,
             self.modes,
@@ -389,7 +389,7 @@ def _sharing(cases: Cases) -> Sharing:
     return sharing
 
 
-def _is_in(saved: Collection[str | tuple[str, int]], node: Node, k: int) -> bool:
+def _is_in(saved: Saved, node: Node, k: int) -> bool:
     """True if output ``k`` of an op is among saved tensors."""
     return (node.name, k) in saved or (k == 0 and node.name in saved)
 
