@@ -21,6 +21,7 @@ __all__ = [
     "SavedByReaders",
     "copied_operands",
     "extra_saved_bytes",
+    "is_saved",
     "kept_operands",
     "saved_by_readers",
     "saved_bytes",
@@ -42,16 +43,12 @@ class SavedByReaders(NamedTuple):
 
 def saved_tensors(ops: Sequence[Node], grad: Collection[str]) -> Saved:
     """Storage roots that some of ``ops`` keeps for its backward: names, and (name, k) for outputs without a getitem."""
-    root = storage_roots(ops)
-
-    def find(name: str) -> str:
-        return root.get(name, name)
-
-    kept: Saved = set()
+    root, kept = storage_roots(ops), Saved()
     for node in ops:
         for side, k in saved_of(node, grad):
             if side == "input":
-                kept.add(find(tensor_operands(node)[k].name))
+                name = tensor_operands(node)[k].name
+                kept.add(root.get(name, name))
             else:
                 kept.add((node.name, k))
     for node in ops:  # a getitem's storage is its producer's k-th output
@@ -101,7 +98,7 @@ def kept_operands(ops: Sequence[Node], grad: Collection[str]) -> dict[str, set[i
 def saved_by_readers(ops: Sequence[Node], grad: Collection[str], recompute: Recompute) -> SavedByReaders:
     """The results of ``ops`` of which one tensor is saved, by all that read it, and no layer of these is run again.
     Where such a reader wants another layout, its copy alone stays."""
-    views, here = storage_roots(ops), {node.name for node in ops}
+    views, operands = storage_roots(ops), {node.name: _saved_operands(node, grad) for node in ops}
     by_root: dict[str, list[Node]] = {}
     for node in ops:
         by_root.setdefault(views.get(node.name, node.name), []).append(node)
@@ -110,8 +107,8 @@ def saved_by_readers(ops: Sequence[Node], grad: Collection[str], recompute: Reco
         if maker.name != root or isinstance(maker.meta["type"], tuple):
             continue
         producer, index = output_of(maker)
-        readers = {one: [user for user in one.users if user.name in here] for one in (maker, *others)}
-        saved = {one: [_reads(user, _saved_operands(user, grad), one) for user in readers[one]] for one in readers}
+        readers = {one: [user for user in one.users if user.name in operands] for one in (maker, *others)}
+        saved = {one: [_reads(user, operands[user.name], one) for user in readers[one]] for one in readers}
         last, *more = [one for one, flags in saved.items() if any(flags)] or [maker]
         whole = types_of(last)[0].numel >= types_of(maker)[0].numel  # else all of it stays for a part
         if more or not (whole and saved[last] and all(saved[last])) or ("output", index) in saved_of(producer, grad):
@@ -151,9 +148,9 @@ def saved_bytes(
     heavy = flows and node.name in recompute.heavy
     for k, kind in enumerate(types_of(node)):
         stays = (
-            heavy or (flows and _is_in(plain, node, k)) or (bool(recompute) and _crosses(node, k, members, recompute))
+            heavy or (flows and is_saved(plain, node, k)) or (bool(recompute) and _crosses(node, k, members, recompute))
         )
-        if stays or (flows and _is_in(saved, node, k)):
+        if stays or (flows and is_saved(saved, node, k)):
             local = np.array([pricer.local_bytes(kind, c.outputs[k].value) for c in choices])
             kept, held = (kept + local, held) if stays else (kept, held + local)
     if heavy:
@@ -176,7 +173,8 @@ def copied_operands(node: Node, choice: MeshChoice) -> tuple[int, ...]:
     return (0, 1, 2) if argument(node, "is_causal") else (1, 2)
 
 
-def _is_in(saved: Saved, node: Node, k: int) -> bool:
+def is_saved(saved: Saved, node: Node, k: int) -> bool:
+    """True if output ``k`` of an op is among saved tensors."""
     return (node.name, k) in saved or (k == 0 and node.name in saved)
 
 

@@ -173,6 +173,14 @@ class SearchBounds:
         """[L, L + 1] the least objective of a run of layers; None if it was not made."""
         return self.group(sub).floor(sub, m, level)
 
+    def lagrangian(self, sub: Submesh, m: int, level: int) -> np.ndarray | None:
+        """``lower_bound`` of a run that is a stage: with what it sends on, and one copy of weights that several of its
+        layers use, where every use counts one."""
+        found, prices = self.lower_bound(sub, m, level), self.levels[level]
+        if found is None:
+            return None
+        return np.maximum(found + prices.saved_byte * self.sent_bytes(sub, m) - prices.byte * self.copies, 0.0)
+
     def least_pace(self, sub: Submesh, m: int) -> np.ndarray:
         """[L, L + 1] the least seconds of a microbatch, whatever the bytes."""
         found = self.lower_bound(sub, m, 0)
@@ -229,10 +237,9 @@ class SearchBounds:
         for number in priced:
             value, level = np.zeros(shape), self.levels[number]  # nothing is known of a submesh not looked at
             for o, sub in enumerate(subs):
-                found = self.lower_bound(sub, m, number)
+                found = self.lagrangian(sub, m, number)
                 if found is not None:
-                    value[o] = found + level.saved_byte * self.sent_bytes(sub, m)
-            value = np.maximum(value - level.byte * self.copies, 0.0)  # every use counts a copy, one is
+                    value[o] = found
             trip = level.weight_share < 1.0
             rows.append(LagrangianBound(level.byte, level.saved_byte, value, level.step_share > 0.0, trip))
         pace = np.stack([self.least_pace(sub, m) for sub in subs])

@@ -461,10 +461,9 @@ class RegularSearch:
         sub = sites[0]
         values = []
         for level in levels:
-            found = tables.lower_bound(sub, m, level)
+            found = tables.lagrangian(sub, m, level)
             assert found is not None
-            found = found + tables.levels[level].saved_byte * tables.sent_bytes(sub, m)
-            values.append(np.maximum(found - tables.levels[level].byte * tables.copies, 0.0))
+            values.append(found)
         pace = tables.least_pace(sub, m)
         zero = np.zeros((len(sites), *pace.shape))
         options = tuple(tables.option(sub, 0, 0, self.room) for sub in sites)

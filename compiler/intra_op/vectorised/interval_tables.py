@@ -28,18 +28,18 @@ from typing import Any
 
 import numpy as np
 
-from ...cost.saved_tensors import saved_tensors, storage_roots
+from ...cost.saved_tensors import is_saved, saved_tensors, storage_roots
 from ...ir.graph import op_name, tensor_operands, types_of
 from ...plan.tensor_codecs import wire_share
 from ...workers import run_all
 from ..restriction import Restriction
 from ..section import State
 from ..solver.vectorised_elimination import Running, in_chunks
-from .cases import Cases, cut_mask
+from .cases import Cases
 from .layer_tables import LayerTables, LayerTemplate, Level, Weights
 from .problem import CaseSection
 from .row_cache import RowCache, column_digests, row_key
-from .section import build_case_section
+from .section import build_case_section, pricer_of
 
 __all__ = ["Composition", "IntervalComposer", "IntervalTables", "LayerRun", "Row", "Taken", "floors_of", "runs_of"]
 
@@ -238,15 +238,13 @@ class IntervalComposer:
         before, here = (cases.layering.crossing[k] for k in (boundary - 1, boundary))
         ops, grad = cases.ops(boundary - 1), cases.layering.needs_grad
         kept, roots, nodes = saved_tensors(ops, grad), storage_roots(ops), {node.name: node for node in ops}
-        held = np.zeros((len(states), cases.num))
+        held = np.zeros(possible.shape)
         for t, name in enumerate(here):
-            root = roots.get(name, name)
-            if name not in before and name in grad and root in nodes and not kept.intersection((root, (root, 0))):
-                kind = nodes[name].meta["type"]
-                whole = cases.shapes(kind).prod(axis=1)[cases.extent_of] * float(kind.dtype.itemsize)
-                for i, state in enumerate(states):
-                    held[i] += whole / cases.divisor[:, cut_mask(state[t].value)]
-        least = np.where(possible.T, held, np.inf).min(axis=0, initial=np.inf)
+            root = nodes.get(roots.get(name, name))
+            if name not in before and name in grad and root is not None and not is_saved(kept, root, 0):
+                specs = [state[t].value for state in states]
+                held += pricer_of(cases).local_bytes(nodes[name].meta["type"], specs)
+        least = np.where(possible, held, np.inf).min(axis=1, initial=np.inf)
         return np.where(np.isfinite(least), least, 0.0)
 
     def phase_seconds(self, layer: int) -> np.ndarray:

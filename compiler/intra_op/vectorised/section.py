@@ -14,7 +14,7 @@ import numpy as np
 from torch.fx import Node
 
 from ...cost.layer_gathers import LayerReads
-from ...cost.saved_tensors import Saved, copied_operands, extra_saved_bytes, saved_tensors
+from ...cost.saved_tensors import copied_operands, extra_saved_bytes, is_saved, saved_tensors
 from ...ir.graph import tensor_operands, types_of
 from ...ir.ops.loss import DEFERRED_SUM_FACTOR
 from ...ir.spec import Pair, Spec, replicated
@@ -29,7 +29,7 @@ from .parameters import ParameterPrices, parameter_prices
 from .pricing import CasePricer
 from .problem import ByMode, CaseEdge, CaseSection, Choice, Conversions
 
-__all__ = ["build_case_section"]
+__all__ = ["build_case_section", "pricer_of"]
 
 
 class _Row(NamedTuple):
@@ -276,8 +276,8 @@ class _Builder(SectionBuilder):
         for k, kind in enumerate(types_of(node)):
             local = self.pricer.local_bytes(kind, [c.outputs[k].value for c in choices.choices])
             for mode, re in self.recompute.items():
-                stays = node.name in re.heavy or _is_in(self.plain[mode], node, k)
-                if (stays or _is_in(self.saved, node, k)) and not _is_in(self.on_edges[mode].results, node, k):
+                stays = node.name in re.heavy or is_saved(self.plain[mode], node, k)
+                if (stays or is_saved(self.saved, node, k)) and not is_saved(self.on_edges[mode].results, node, k):
                     note(mode, stays, local)
         copied = [copied_operands(node, choice) for choice in choices.choices]
         if any(copied):
@@ -387,11 +387,6 @@ def _sharing(cases: Cases) -> Sharing:
         cache["sharing"] = Sharing(cases.source, cases.layering)
     sharing: Sharing = cache["sharing"]
     return sharing
-
-
-def _is_in(saved: Saved, node: Node, k: int) -> bool:
-    """True if output ``k`` of an op is among saved tensors."""
-    return (node.name, k) in saved or (k == 0 and node.name in saved)
 
 
 def _wanted_pairs(consumers: Sequence[tuple[np.ndarray, Sequence[Pair]]]) -> Where:
