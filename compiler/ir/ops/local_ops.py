@@ -229,7 +229,7 @@ class _CrossEntropy(torch.autograd.Function):
             in_block = (t >= start) & (t < start + z.shape[1]) & (t != ignore_index)
             local = (t - start).masked_fill_(~in_block, 0)
             top = _reduce(z.amax(1).to(wide), vocab_axes, comm, "max")
-            probability = z.to(wide).sub(top[:, None]).exp_()
+            probability = torch.sub(z, top[:, None]).exp_()
             sums = [probability.sum(1), z.gather(1, local[:, None])[:, 0].to(wide).sub_(top).masked_fill_(~in_block, 0)]
             if smoothing:
                 sums.append(z.sum(1, dtype=wide))
@@ -242,7 +242,8 @@ class _CrossEntropy(torch.autograd.Function):
             in_block = t != ignore_index
             local = t.masked_fill(~in_block, 0)
             # softmax is one fused pass; the largest logit z* and its probability give lse = z* - log p* without another
-            probability = torch.softmax(z, 1, dtype=wide)
+            probability = z.to(wide)
+            probability = torch.softmax(probability, 1, out=None if probability is z else probability)
             rows = z.amax(1).to(wide).sub_(probability.amax(1).log_())
             rows.sub_(z.gather(1, local[:, None])[:, 0], alpha=1 - smoothing)
             if smoothing:
