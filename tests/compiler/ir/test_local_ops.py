@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from meshwright.compiler.ir.comm import Context, use_context
 from meshwright.compiler.ir.ops import local_ops
 from meshwright.compiler.ir.ops.experts import EXPERTS_NAME, register_experts
+from meshwright.compiler.memory.abstract_run import AbstractComm, Tracker
 from meshwright.compiler.rules import rule_for
 from meshwright.compiler.verification.lockstep import LockstepComm, LockstepGroup
 from meshwright.compiler.verification.split_execution import example_node
@@ -146,6 +147,19 @@ def test_cross_entropy_of_low_precision_is_computed_in_fp32():
     assert loss.dtype == torch.float32
     assert torch.allclose(loss, F.cross_entropy(logits.float(), target, reduction="sum"))
     assert torch.autograd.grad(loss, logits)[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("axes", [(), (0,)])
+def test_cross_entropy_holds_one_fp32_tensor_of_low_precision_logits(axes):
+    logits = torch.empty(64, 1000, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    target = torch.empty(64, dtype=torch.int64, device="meta")
+    tracker = Tracker("cuda")
+    tracker.ignore(logits, target)
+    with use_context(Context(AbstractComm((2,), native=True))), tracker:
+        loss, _ = local_ops.cross_entropy(logits, target, -100, 0.0, axes)
+        loss.backward()
+    fp32 = 4 * logits.numel()
+    assert fp32 <= tracker.peak_total < 1.6 * fp32  # with the gradient, in 16 bits
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
