@@ -321,25 +321,31 @@ def split_cross_entropy(graph: Graph) -> None:
 
 def keep_loss_dims(graph: Graph) -> None:
     """Undo the reshape that merges the leading dims of cross entropy's operands: of a merged dim only the first
-    factor could be cut. The sum is the same."""
+    factor could be cut. The sum is the same. So it is without a cast of 16-bit logits to fp32, in which cross entropy
+    computes in any case: two more tensors of logits in fp32."""
     for node in find_nodes(graph, local_ops.cross_entropy):
         operands = tensor_operands(node)[:2]
         merged = [operand.meta["type"].shape for operand in operands]
-        logits, target = map(_before_views, operands)
+        logits, target = map(_as_made, operands)
         shape = logits.meta["type"].shape
-        if shape[-1] == merged[0][-1] and shape[:-1] == target.meta["type"].shape and len(shape) > len(merged[0]):
+        if shape[-1] == merged[0][-1] and shape[:-1] == target.meta["type"].shape and len(shape) >= len(merged[0]):
             node.args = (logits, target, *node.args[2:])
 
 
-def _before_views(node: Node) -> Node:
-    """The tensor with which a chain of reshapes began."""
-    while node.op == "call_function" and node.target in (
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.reshape.default,
-    ):
+def _as_made(node: Node) -> Node:
+    """The tensor with which a chain of reshapes and casts from 16 bits to fp32 began."""
+    views = aten.view.default, aten._unsafe_view.default, aten.reshape.default
+    while node.op == "call_function" and (node.target in views or _widens(node)):
         (node,) = node.all_input_nodes
     return node
+
+
+def _widens(node: Node) -> bool:
+    return (
+        node.target is aten._to_copy.default
+        and node.meta["type"].dtype == torch.float32
+        and node.all_input_nodes[0].meta["type"].dtype in (torch.bfloat16, torch.float16)
+    )
 
 
 def split_batch_norm(graph: Graph) -> None:

@@ -316,6 +316,23 @@ def test_cross_entropy(options: dict, shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(torch.autograd.grad(got, logits), torch.autograd.grad(expected, logits))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("merged", [True, False])
+def test_cross_entropy_needs_no_wide_logits(dtype: torch.dtype, merged: bool) -> None:
+    logits, target = torch.randn(6, 3, 5, dtype=dtype, requires_grad=True), torch.randint(0, 5, (6, 3))
+
+    def loss_fn(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        wide = out.float() if merged else out.flatten(0, 1).float()
+        return F.cross_entropy(wide.view(-1, 5), y.view(-1))
+
+    graph = capture(nn.Identity(), (logits,), example_targets=(target,), loss_fn=loss_fn)
+    assert "aten._to_copy.default" not in map(op_name, graph.ops())
+    got = interpret(graph.with_batch(6), nn.Identity(), (logits,), {}, (target,))["loss", "loss"]
+    expected = loss_fn(logits, target)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(torch.autograd.grad(got, logits), torch.autograd.grad(expected, logits))
+
+
 def test_half_precision_loss_stays_in_fp32() -> None:
     model, args, kwargs = ZOO["gpt"](4)
     graph = capture(model.half(), args, kwargs)
