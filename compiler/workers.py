@@ -3,16 +3,19 @@
 A fork has all data of its parent, so only the answer travels, through a pipe. A fork is safe if no other thread holds a
 lock that the work needs and no accelerator is open. That holds for planning on the command line, but not for every
 program, so nothing forks unless the caller asks for it (``workers`` of ``plan``). Where an accelerator is present and
-this process has computed gradients, a child cannot: then the work is done here.
+this process has computed gradients, a child cannot: then the work is done here. Children may have children; on Linux
+none outlives its parent.
 """
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import pickle
 import select
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import IO, Generic, TypeVar
@@ -22,6 +25,8 @@ import torch
 __all__ = ["ForkedTask", "most_workers", "run_all"]
 
 T = TypeVar("T")
+
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 class _Pickler(pickle.Pickler):
@@ -90,6 +95,7 @@ class ForkedTask(Generic[T]):
             return True
         status = 1
         try:
+            _die_with_parent()
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             torch.set_num_threads(1)  # OpenMP waits forever for the parent's threads, which are not here
             os.close(self._answers)
@@ -112,6 +118,12 @@ class ForkedTask(Generic[T]):
         _, status = os.waitpid(self._child, 0)
         self._child = 0
         return status
+
+
+def _die_with_parent() -> None:
+    """Have Linux kill this child where its parent ends, even if that was killed itself."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run_all(works: Sequence[Callable[[], T]], common: Sequence[object] = ()) -> list[T]:

@@ -56,7 +56,7 @@ from ..plan.plan import Plan
 from ..plan.validation import notes as asynchronous_notes
 from ..plan.validation import precision_notes
 from ..rules import rule_for
-from ..workers import ForkedTask
+from ..workers import ForkedTask, run_all
 from .alternatives import find_alternatives, pure_strategies, why_excluded, why_far, why_infeasible, why_overfull
 from .build_plan import BuiltStages, build_plan, within_memory
 from .infeasible import infeasible_error
@@ -240,16 +240,18 @@ def start_search(
 def start_pure_plans(search: SearchState) -> None:
     """Search for the pure plans in a fork if alternatives are wanted and there is a worker for it."""
     if search.alternatives and search.workers > 1:
-        search.pure_task = ForkedTask(partial(_pure_plans, search), True)
+        search.pure_task = ForkedTask(partial(_pure_plans, search, True), True)
 
 
-def _pure_plans(search: SearchState) -> dict[str, PurePlan]:
+def _pure_plans(search: SearchState, forks: bool = False) -> dict[str, PurePlan]:
+    """The best plan of each pure strategy. forks: whether each is built in a process of its own."""
     with search.keeping():
         explored = {name: _explore_pure(search, strategy) for name, strategy in pure_strategies(search).items()}
         least_s = min(
             (one.candidate.clock_s for one in explored.values() if isinstance(one, _ExploredPure)), default=inf
         )
-        return {name: _build_pure(one, MAX_PURE_RATIO * least_s) for name, one in explored.items()}
+        works = [partial(_build_pure, one, MAX_PURE_RATIO * least_s) for one in explored.values()]
+        return dict(zip(explored, run_all(works) if forks else [work() for work in works]))
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -120,6 +121,22 @@ def test_who_was_interrupted_while_waiting_may_drop_the_child_or_wait_again(alar
         forked.drop()  # of nobody
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="where a parent's end kills its children")
+def test_children_of_a_child_end_with_it(alarm: Callable[[float], None]) -> None:
+    def inner() -> None:
+        os.write(ends[1], b"x")
+        time.sleep(60)
+
+    ends = os.pipe()
+    task = ForkedTask(lambda: run_all([partial(time.sleep, 60), inner]), True)
+    os.close(ends[1])
+    alarm(30.0)
+    assert os.read(ends[0], 1) == b"x"
+    task.drop()
+    assert os.read(ends[0], 1) == b""  # nobody is left to write
+    os.close(ends[0])
+
+
 def test_an_answer_is_awaited_no_longer_than_one_says() -> None:
     def work() -> int:
         os.read(ends[0], 1)
@@ -137,7 +154,7 @@ def test_an_answer_is_awaited_no_longer_than_one_says() -> None:
 
 
 def test_alternatives_are_not_awaited_after_the_time_limit(small: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(search: SearchState) -> dict[str, PurePlan]:
+    def slow(search: SearchState, forks: bool) -> dict[str, PurePlan]:
         time.sleep(60)
         return {}
 
