@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -28,7 +29,7 @@ CLUSTER = Cluster.preset("dgx-a100-40")
 
 
 def kept_by_rules_and_in_runs(
-    monkeypatch: pytest.MonkeyPatch, name: str, strategy: str, mode: str
+    monkeypatch: pytest.MonkeyPatch, name: str, strategy: str, mode: str, constraints: Sequence[str] = ()
 ) -> list[tuple[float, int, float, int]]:
     """By stage: bytes that the rules say of a microbatch in flight, and those that a run keeps; of these the tensors
     that it sends on, as the tables have them at the least, and as the run has them."""
@@ -42,7 +43,8 @@ def kept_by_rules_and_in_runs(
 
     monkeypatch.setattr(build_plan, "plan_of_stages", noted)
     space = replace(Space.whole(), schedules=("1f1b",), recompute=(mode,), residencies=("replicated",))
-    plan = make_plan(graph, CLUSTER, 64, 8, parse_strategy(strategy), space=space, alternatives=False)
+    asked: dict[str, Any] = {"space": space, "constraints": constraints, "alternatives": False}
+    plan = make_plan(graph, CLUSTER, 64, 8, parse_strategy(strategy), **asked)
     context = MemoryContext(graph.with_batch(plan.microbatch_size), plan)
     search, best, parts = next(
         one for one in built if all(a.stage.chunks == b.chunks for a, b in zip(one[2], plan.stages))
@@ -75,6 +77,13 @@ def test_rules_count_what_a_stage_keeps(monkeypatch: pytest.MonkeyPatch, name: s
 def test_rules_count_what_selective_layers_keep(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The loss's layer apart, which 1F1B does not run again: to the rules it is there while it runs."""
     (rules, run, _, sent), _ = kept_by_rules_and_in_runs(monkeypatch, name, "pp2,dp4", "selective")
+    assert rules + sent == pytest.approx(run, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_rules_count_the_copies_of_a_ring_in_selective_layers(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    constraints = ["split scaled_dot_product_attention* by ring"]
+    (rules, run, _, sent), _ = kept_by_rules_and_in_runs(monkeypatch, name, "pp2,tp4", "selective", constraints)
     assert rules + sent == pytest.approx(run, rel=0.05)
 
 
