@@ -55,9 +55,9 @@ class CrossEntropyRule(Rule):
         axes = axes_of(labels, "vocab")
         return replace_arguments(node, vocab_axes=axes) if axes else super().localize(node, labels, mesh_shape)
 
-    def temporary_bytes(self, node: Node) -> float:
-        """The probabilities in fp32."""
-        return 4.0 * tensor_operands(node)[0].meta["type"].numel
+    def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
+        """The logits, of which the backward makes probabilities again."""
+        return (("input", 0),)
 
     def example_operands(self, node: Node, generator: torch.Generator) -> list[torch.Tensor]:
         """Targets within the classes."""

@@ -102,6 +102,8 @@ MAX_CORRECTIONS = 8
 MAX_ROUNDS = 8
 #: pure plans whose clock is more than so many times that of the fastest one are not built
 MAX_PURE_RATIO = 1.5
+#: How often each of the candidates of a pure strategy, each leaner than the one before, has its stages solved again.
+PURE_RETRIES = (0, 1, 1)
 
 
 def make_plan(graph: Graph, cluster: Cluster, request: PlanRequest) -> Plan:
@@ -293,21 +295,24 @@ def _build_pure(explored: _ExploredPure | PurePlan, most_s: float) -> PurePlan:
     ``most_s`` is not built."""
     if isinstance(explored, PurePlan):
         return explored
-    search, regular, fastest = explored.search, explored.regular, explored.candidate
-    if fastest.clock_s > most_s:
-        return PurePlan(why=why_far(fastest.clock_s))
+    search, regular, candidate = explored.search, explored.regular, explored.candidate
+    if candidate.clock_s > most_s:
+        return PurePlan(why=why_far(candidate.clock_s))
+    why = ""
     try:
-        built: BuiltStages = {}
-        plan = build_plan(search, fastest, built=built)
-        fitting, missed = _fit_memory(search, plan, fastest, inf, built, retries=0)
-        if fitting is None and missed is not None and (again := regular.solved_again(fastest, missed)):
-            leaner = min([again[0], *regular.explore(again[0].clock_s)], key=lambda one: one.clock_s)
-            fitting, _ = _fit_memory(search, build_plan(search, leaner), leaner, inf, {}, retries=1)
-        if fitting is None and missed is not None:
-            return PurePlan(why=why_overfull(plan, missed))
-        return PurePlan(fitting)
+        for retries in PURE_RETRIES:
+            built: BuiltStages = {}
+            plan = build_plan(search, candidate, built=built)
+            fitting, missed = _fit_memory(search, plan, candidate, inf, built, retries)
+            if fitting is not None or missed is None:
+                return PurePlan(fitting)
+            why = why or why_overfull(plan, missed)
+            if not (again := regular.solved_again(candidate, missed)):
+                break
+            candidate = min([again[0], *regular.explore(again[0].clock_s)], key=lambda one: one.clock_s)
     except ValueError as refused:
         return PurePlan(why=str(refused))
+    return PurePlan(why=why)
 
 
 def compare_pure_plans(search: SearchState, plan: Plan) -> list[dict[str, Any]]:

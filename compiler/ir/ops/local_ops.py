@@ -71,6 +71,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 _PER_HASH = 4  # elements that share one 64-bit hash, 16 bits each
 
+_CPU_LOGITS, _GPU_LOGITS = 2**20, 2**23  # whose probabilities are made at once: they fit a cache
+
 
 def block_index(axes: Sequence[int], comm: Comm) -> int:
     """The index of this device's block of a dim cut by ``axes`` (major first)."""
@@ -80,8 +82,9 @@ def block_index(axes: Sequence[int], comm: Comm) -> int:
     return index
 
 
-def _reduce(x: Tensor, axes: Sequence[int], comm: Comm, op: str = "sum") -> Tensor:
+def _reduce(x: Tensor, axes: Sequence[int], comm: Comm | None, op: str = "sum") -> Tensor:
     for axis in axes:
+        assert comm is not None
         x = comm.all_reduce(x, axis, op)
     return x
 
@@ -215,7 +218,10 @@ def dropout(x: Tensor, p: float, op_index: int, cuts: Cuts = ()) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Per row, with s the smoothing: lse - (1-s) z_target - (s/C) sum z; its gradient: softmax - (1-s) onehot - s/C."""
+    """Per row, with s the smoothing: lse - (1-s) z_target - (s/C) sum z; its gradient: softmax - (1-s) onehot - s/C.
+
+    Probabilities are made in blocks of rows, once in the forward and once more in the backward, so that there are never
+    as many of them as logits."""
 
     @staticmethod
     def forward(
@@ -223,50 +229,51 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         z, t = logits.detach().reshape(-1, logits.shape[-1]), target.reshape(-1)
         classes, wide = z.shape[1], torch.promote_types(z.dtype, torch.float32)
-        if vocab_axes:
-            comm = current_context().comm
-            start, classes = block_index(vocab_axes, comm) * classes, classes * prod(comm.size(a) for a in vocab_axes)
-            in_block = (t >= start) & (t < start + z.shape[1]) & (t != ignore_index)
-            local = (t - start).masked_fill_(~in_block, 0)
-            top = _reduce(z.amax(1).to(wide), vocab_axes, comm, "max")
-            probability = torch.sub(z, top[:, None]).exp_()
-            sums = [probability.sum(1), z.gather(1, local[:, None])[:, 0].to(wide).sub_(top).masked_fill_(~in_block, 0)]
-            if smoothing:
-                sums.append(z.sum(1, dtype=wide))
-            total, picked, *mass = _reduce(torch.stack(sums), vocab_axes, comm).unbind(0)
-            probability.div_(total[:, None])
-            rows = total.log().sub_(picked, alpha=1 - smoothing)
-            if smoothing:  # picked was relative to top
-                rows.add_(top, alpha=smoothing).sub_(mass[0], alpha=smoothing / classes)
-        else:
-            in_block = t != ignore_index
-            local = t.masked_fill(~in_block, 0)
-            # softmax is one fused pass; the largest logit z* and its probability give lse = z* - log p* without another
-            probability = z.to(wide)
-            probability = torch.softmax(probability, 1, out=None if probability is z else probability)
-            rows = z.amax(1).to(wide).sub_(probability.amax(1).log_())
-            rows.sub_(z.gather(1, local[:, None])[:, 0], alpha=1 - smoothing)
-            if smoothing:
-                rows.sub_(z.sum(1, dtype=wide), alpha=smoothing / classes)
-        valid = t != ignore_index if vocab_axes else in_block
-        ctx.save_for_backward(probability, local, in_block, valid)
-        ctx.smoothing, ctx.classes, ctx.like = smoothing, classes, (logits.shape, logits.dtype)
+        in_block = valid = t != ignore_index
+        comm = current_context().comm if vocab_axes else None
+        if comm is not None:
+            t = t - block_index(vocab_axes, comm) * classes
+            in_block = (t >= 0) & (t < classes) & valid
+            classes *= prod(comm.size(axis) for axis in vocab_axes)
+        local = t.masked_fill(~in_block, 0)
+        top = _reduce(z.amax(1).to(wide), vocab_axes, comm, "max")
+        total = torch.empty_like(top)
+        for rows in _row_blocks(z):
+            torch.sum(torch.sub(z[rows], top[rows, None]).exp_(), 1, out=total[rows])
+        sums = [total, z.gather(1, local[:, None])[:, 0].to(wide).sub_(top).masked_fill_(~in_block, 0)]
+        if smoothing:
+            sums.append(z.sum(1, dtype=wide))
+        total, picked, *mass = _reduce(torch.stack(sums), vocab_axes, comm).unbind(0)
+        losses = total.log().sub_(picked, alpha=1 - smoothing)
+        if smoothing:  # picked is relative to top
+            losses.add_(top, alpha=smoothing).sub_(mass[0], alpha=smoothing / classes)
+        ctx.save_for_backward(logits, local, in_block, valid, top, total)
+        ctx.smoothing, ctx.classes = smoothing, classes
         count = valid.sum()
         ctx.mark_non_differentiable(count)
-        return rows.masked_fill_(~valid, 0).sum(), count
+        return losses.masked_fill_(~valid, 0).sum(), count
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        probability, local, in_block, valid = ctx.saved_tensors
-        shape, dtype = ctx.like
-        row = (valid * grads[0].to(probability.dtype))[:, None]
-        picked = probability.gather(1, local[:, None]).sub_((in_block * (1 - ctx.smoothing))[:, None])
-        if ctx.smoothing:
-            probability, picked = (x - ctx.smoothing / ctx.classes for x in (probability, picked))
-        # rounded once, on its way to memory
-        out = torch.mul(probability, row, out=probability.new_empty(probability.shape, dtype=dtype))
-        out.scatter_(1, local[:, None], picked.mul_(row).to(dtype))
-        return out.view(shape), None, None, None, None
+        logits, local, in_block, valid, top, total = ctx.saved_tensors
+        z, top = logits.reshape(-1, logits.shape[-1]), top[:, None]
+        row = (valid * grads[0].to(top.dtype))[:, None]
+        share, smoothed = row / total[:, None], row * (-ctx.smoothing / ctx.classes)
+        out = z.new_empty(z.shape)
+        for rows in _row_blocks(z):  # rounded once, on its way to memory
+            part = torch.sub(z[rows], top[rows]).exp_()
+            torch.addcmul(smoothed[rows], part, share[rows], out=out[rows])
+        picked = torch.sub(z.gather(1, local[:, None]), top).exp_()
+        picked = torch.addcmul(smoothed, picked, share).sub_(in_block[:, None] * row * (1 - ctx.smoothing))
+        out.scatter_(1, local[:, None], picked.to(out.dtype))
+        return out.view(logits.shape), None, None, None, None
+
+
+def _row_blocks(z: Tensor) -> list[slice]:
+    """The rows of a matrix in blocks; where it has no data, the first one stands for all."""
+    step = max(1, (_CPU_LOGITS if z.is_cpu else _GPU_LOGITS) // z.shape[1])
+    blocks = [slice(first, first + step) for first in range(0, len(z), step)]
+    return blocks[:1] if z.is_meta else blocks
 
 
 def cross_entropy(
@@ -278,7 +285,7 @@ def cross_entropy(
 
     logits: [..., C] in any float dtype (computed in at least fp32), target: [...] of class indices. With ``vocab_axes``
     each device holds a block of C: one max all-reduce of 1 value per row and one sum all-reduce of 2 (3 with smoothing)
-    in the forward, none in the backward. Keeps the probabilities for the backward.
+    in the forward, none in the backward. Keeps the logits for the backward.
     """
     return _CrossEntropy.apply(logits, target, ignore_index, label_smoothing, tuple(vocab_axes))
 

@@ -150,16 +150,29 @@ def test_cross_entropy_of_low_precision_is_computed_in_fp32():
 
 
 @pytest.mark.parametrize("axes", [(), (0,)])
-def test_cross_entropy_holds_one_fp32_tensor_of_low_precision_logits(axes):
+def test_cross_entropy_holds_a_block_of_probabilities(axes, monkeypatch):
+    monkeypatch.setattr(local_ops, "_GPU_LOGITS", 5000)
     logits = torch.empty(64, 1000, dtype=torch.bfloat16, device="meta", requires_grad=True)
     target = torch.empty(64, dtype=torch.int64, device="meta")
     tracker = Tracker("cuda")
     tracker.ignore(logits, target)
     with use_context(Context(AbstractComm((2,), native=True))), tracker:
         loss, _ = local_ops.cross_entropy(logits, target, -100, 0.0, axes)
+        assert tracker.peak_total < 1.5 * 4 * 5000
         loss.backward()
-    fp32 = 4 * logits.numel()
-    assert fp32 <= tracker.peak_total < 1.6 * fp32  # with the gradient, in 16 bits
+    assert logits.nbytes <= tracker.peak_total < 1.4 * logits.nbytes  # the gradient, and a block in fp32
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_in_blocks_is_that_of_all_rows(smoothing, monkeypatch):
+    logits, target = r(16, 32).requires_grad_(), ints(32, 16)
+    results = []
+    for elements in (2**20, 5 * 32):  # the last block has one row
+        monkeypatch.setattr(local_ops, "_CPU_LOGITS", elements)
+        loss, _ = local_ops.cross_entropy(logits, target, 3, smoothing)
+        results.append((loss.detach(), torch.autograd.grad(loss, logits)[0]))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
