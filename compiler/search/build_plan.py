@@ -102,6 +102,10 @@ def plan_of_stages(search: SearchState, best: Candidate, parts: Sequence[SolvedS
     )
 
 
+#: what leaner stages leave free beside an excess, of their limit: what is not estimated differs a little, too
+SPARE = 0.003
+
+
 def within_memory(search: SearchState, plan: Plan, best: Candidate) -> Plan:
     """The plan of a candidate with the memory that its stages really hold. Raises OverfullError if that is too much."""
     by_rules = [estimated_bytes(one) for one in plan.prediction.stages]
@@ -114,11 +118,16 @@ def within_memory(search: SearchState, plan: Plan, best: Candidate) -> Plan:
     used = [one.peak_bytes - one.memory_bytes["framework"] for one in plan.prediction.stages]
     believed, batch = best.pipeline.peak_bytes, batch_bytes(search)
     worst = max(full, key=over.__getitem__)
+    spare = [SPARE * limit for limit in limits]
     alone = best.pipeline.chunks == 1  # of several chunks the rules add up what passes
     # a stage that was solved again fills what the tables left free: less of that, then less than the tables' choice
-    leaner = [max(held - extra, known if known < held else 0.0) for held, extra, known in zip(by_rules, over, believed)]
+    leaner = [
+        max(held - extra - free, known if known < held else 0.0)
+        for held, extra, free, known in zip(by_rules, over, spare, believed)
+    ]
     beside = [  # which tables are to blame for
-        size - max(known + batch, held if alone else 0.0) for size, known, held in zip(used, believed, by_rules)
+        size + free - max(known + batch, held if alone else 0.0)
+        for size, free, known, held in zip(used, spare, believed, by_rules)
     ]
     raise OverfullError(
         f"stage {worst} ({len(plan.stages[worst].devices)} devices) needs {bytes_text(used[worst])} per device, "
