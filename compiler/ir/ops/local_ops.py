@@ -71,7 +71,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 _PER_HASH = 4  # elements that share one 64-bit hash, 16 bits each
 
-_CPU_LOGITS, _GPU_LOGITS = 2**20, 2**23  # whose probabilities are made at once: they fit a cache
+_CPU_LOGITS, _GPU_LOGITS = 2**18, 2**23  # whose probabilities are made at once: they fit a cache
 
 
 def block_index(axes: Sequence[int], comm: Comm) -> int:
