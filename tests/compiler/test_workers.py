@@ -226,7 +226,7 @@ def small() -> Graph:
 
 def test_pure_plans_far_behind_are_not_built(small: Graph) -> None:
     cluster = Cluster.parse("p3.16xlarge:1")
-    (plan,) = make_plans(small, cluster, request_of(64))
+    (plan,) = make_plans(small, cluster, request_of(64, alternatives=True))
     data, tensor, _ = plan.prediction.alternatives
     assert tensor["step_s"] is None
     assert "too slow to be built" in tensor["why"]
@@ -238,7 +238,7 @@ def test_alternatives_are_the_plans_of_pure_strategies_at_their_simulated_second
 ) -> None:
     monkeypatch.setattr(driver, "MAX_PURE_RATIO", inf)
     graph, cluster = small, Cluster.parse("p3.16xlarge:1")
-    (plan,) = make_plans(graph, cluster, request_of(64))
+    (plan,) = make_plans(graph, cluster, request_of(64, alternatives=True))
     said = {one["name"]: one["step_s"] for one in plan.prediction.alternatives}
     assert {name for name, step_s in said.items() if step_s} >= {"data", "tensor"}
     for name, text in (("data", "dp8"), ("tensor", "tp8"), ("pipeline", "pp8")):
@@ -252,7 +252,7 @@ def test_alternatives_are_the_plans_of_pure_strategies_at_their_simulated_second
 
 def _step_s(graph: Graph, cluster: Cluster, m: int | None, strategy: str) -> float:
     try:
-        (plan,) = make_plans(graph, cluster, request_of(64, m, parse_strategy(strategy), alternatives=False))
+        (plan,) = make_plans(graph, cluster, request_of(64, m, parse_strategy(strategy)))
     except ValueError:  # microbatches that it cannot cut
         return inf
     return plan.prediction.step_s

@@ -48,7 +48,7 @@ def forced(
     graph = in_precision(graph_of(name, BATCH, **options), precision)
     shape = parse_strategy(strategy)
     cluster = cluster or fast_links(shape.num_devices)
-    plan = shared_plan(graph, cluster, BATCH, m, shape, schedule, alternatives=False, space=Space(loose=True))
+    plan = shared_plan(graph, cluster, BATCH, m, shape, schedule, space=Space(loose=True))
     nodes = {node.meta["source"].name: node for node in graph.placeholders("parameter")}
     stages = []
     for stage in plan.stages:

@@ -26,6 +26,7 @@ def request_of(
     recompute: str | Mapping[str, str] | None = None,
     space: Space | None = None,
     top_k: int = 1,
+    alternatives: bool = False,
     **words: Any,
 ) -> PlanRequest:
     """schedule, recompute: open these alone."""
@@ -35,8 +36,9 @@ def request_of(
     if recompute is not None:
         space = replace(space, recompute=Space.asked(recompute=recompute).recompute)
     return PlanRequest(
-        global_batch, microbatches, strategy, recompute=recompute or "auto", space=space, count=top_k, **words
-    )
+        global_batch, microbatches, strategy, recompute=recompute or "auto", space=space, count=top_k,
+        alternatives=alternatives, **words,
+    )  # fmt: skip
 
 
 def make_plan(graph: Graph, cluster: Cluster, global_batch: int, *shape: Any, **words: Any) -> Plan:

@@ -50,7 +50,7 @@ def graph():
 def planned(graph, cluster, communication, strategy="dp4", microbatches=2):
     space = Space.asked(zero=0, recompute="none", communication=communication)
     wanted = parse_strategy(strategy)
-    return shared_plan(graph, cluster, 16, microbatches, wanted, alternatives=False, space=space)
+    return shared_plan(graph, cluster, 16, microbatches, wanted, space=space)
 
 
 def rewired(made: Plan, way) -> Plan:
@@ -213,14 +213,14 @@ def test_no_document_with_any_wire_is_below_the_bound():
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, device="meta") for _ in range(4)))
     x = torch.zeros(4096, 1024, device="meta")
     graph = capture(model, (x,), {}, (x,), torch.nn.functional.mse_loss)
-    asked = {"alternatives": False, "constraints": ["stages = 1"]}
+    asked = {"constraints": ["stages = 1"]}
     space = Space.asked(zero=0, recompute="none", communication="auto-lossy")
     best = make_plan(graph, cluster, 4096, 1, None, space=space, **asked).prediction
     plain = replace(space, communication=EXACT)
     assert best.bound_gap < 0.5
     assert best.step_s < make_plan(graph, cluster, 4096, 1, None, space=plain, **asked).prediction.step_s
     for strategy in ("dp8", "dp4,tp2", "dp2", "tp8"):
-        made = make_plan(graph, cluster, 4096, 1, parse_strategy(strategy), alternatives=False, space=plain)
+        made = make_plan(graph, cluster, 4096, 1, parse_strategy(strategy), space=plain)
         for way in (("backend", "none"), ("backend", "int8"), ("two_step", "powersgd4"), ("ring", "bf16")):
             assert reprice(rewired(made, way), graph, cluster).prediction.step_s >= best.bound_s
 
@@ -229,7 +229,7 @@ def test_no_document_with_any_wire_is_below_the_bound():
 def test_chunks_of_a_stage_travel_alike(schedule):
     deep = graph_of("gpt", 16, layers=4)
     space = Space.asked(schedule, zero=0, recompute="none", communication=FREE)
-    made = make_plan(deep, V100, 16, 4, parse_strategy("pp2,dp4"), alternatives=False, space=space)
+    made = make_plan(deep, V100, 16, 4, parse_strategy("pp2,dp4"), space=space)
     assert made.num_chunks > 1
     assert any(wire.compressor != "none" for stage in made.stages for wire in stage.wire)
     again = reprice(made, deep, V100)

@@ -45,7 +45,7 @@ SHAPES = [Strategy(1, 1, 1), Strategy(1, 4, 1), Strategy(1, 2, 2), Strategy(2, 1
 
 
 def planned(graph: Graph, cluster: Cluster, strategy: Strategy, microbatches: int = 2, **kwargs: str) -> Plan:
-    return shared_plan(graph, cluster, 8, microbatches, strategy, alternatives=False, **kwargs)
+    return shared_plan(graph, cluster, 8, microbatches, strategy, **kwargs)
 
 
 def with_device(cluster: Cluster, **changes: object) -> Cluster:
@@ -261,7 +261,7 @@ def test_a_bound_holds_where_gradients_hide(microbatches: int) -> None:
     x = torch.empty(8, 1024, device="meta")
     graph = capture(zoo.MLP(1024).to("meta"), (x, x), {})
     hiding = with_device(CLUSTER, overlap=1.0)
-    best = make_plan(graph, hiding, 8, microbatches, alternatives=False)
+    best = make_plan(graph, hiding, 8, microbatches)
     data = planned(graph, hiding, Strategy(1, 2, 1), microbatches)
     if microbatches > 1:  # else gradients may as well be summed one by one, where they arise
         assert data.prediction.stages[0].seconds["overlapped"] > 0

@@ -26,7 +26,7 @@ def signature_of(node, labels, mesh_shape, needs_grad) -> str:
 
 
 def probes_of(graph: Graph, tp: int) -> dict[str, Probe]:
-    plan = shared_plan(graph, CLUSTER, 8, 2, Strategy(1, 1, tp), alternatives=False)
+    plan = shared_plan(graph, CLUSTER, 8, 2, Strategy(1, 1, tp))
     return plan_probes(graph, plan)
 
 

@@ -34,7 +34,7 @@ def graph():
 
 def planned(graph, strategy="dp4", cluster=H100, **options):
     space = Space.asked(zero=0, recompute="none")
-    return make_plan(graph, cluster, 16, 2, parse_strategy(strategy), alternatives=False, space=space, **options)
+    return make_plan(graph, cluster, 16, 2, parse_strategy(strategy), space=space, **options)
 
 
 class Wide(nn.Module):

@@ -13,7 +13,7 @@ from tests.support.zoo import ZOO
 
 def test_constants_are_made_on_the_device_of_the_program():
     graph = capture(*ZOO["gpt"](8, dropout=0.1, device="meta"))
-    plan = make_plan(graph, Cluster.parse("local:1"), 8, microbatches=1, alternatives=False)
+    plan = make_plan(graph, Cluster.parse("local:1"), 8, microbatches=1)
     program = lower(graph.with_batch(8), plan, 0)
     program.move_to(torch.device("meta"))
     makers = [node for node in program.graph.nodes if "device" in node.kwargs]

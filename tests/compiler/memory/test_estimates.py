@@ -43,7 +43,7 @@ def kept_by_rules_and_in_runs(
 
     monkeypatch.setattr(build_plan, "plan_of_stages", noted)
     space = replace(Space.whole(), schedules=("1f1b",), recompute=(mode,), residencies=("replicated",))
-    asked: dict[str, Any] = {"space": space, "constraints": constraints, "alternatives": False}
+    asked: dict[str, Any] = {"space": space, "constraints": constraints}
     plan = make_plan(graph, CLUSTER, 64, 8, parse_strategy(strategy), **asked)
     context = MemoryContext(graph.with_batch(plan.microbatch_size), plan)
     search, best, parts = next(

@@ -324,7 +324,7 @@ def graph_of_gpt():
 def test_layers_that_run_again_keep_less(graph_of_gpt) -> None:
     """In the run without data as in the estimate from the rules, stage by stage."""
     plain, some, full = (
-        make_plan(graph_of_gpt, A100, 64, 8, parse_strategy("pp2"), alternatives=False, recompute=mode)
+        make_plan(graph_of_gpt, A100, 64, 8, parse_strategy("pp2"), recompute=mode)
         for mode in ("none", "selective", "full")
     )
     for index in range(2):
@@ -341,8 +341,7 @@ def test_layers_that_run_again_keep_less(graph_of_gpt) -> None:
 def test_what_runs_again_is_there_while_its_layer_goes_backward(graph_of_gpt, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the check sees a count that leaves it out."""
     plain, full = (
-        make_plan(graph_of_gpt, A100, 64, 8, parse_strategy("pp2"), alternatives=False, recompute=mode)
-        for mode in ("none", "full")
+        make_plan(graph_of_gpt, A100, 64, 8, parse_strategy("pp2"), recompute=mode) for mode in ("none", "full")
     )
     hidden = 8 * SEQUENCE * HIDDEN * 4  # bytes of a microbatch between layers
     widest = 2 * 4 * hidden  # of a feed-forward, before and behind its activation
@@ -366,7 +365,7 @@ def test_what_runs_again_is_there_while_its_layer_goes_backward(graph_of_gpt, mo
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_weights_in_parts_take_their_share(graph_of_gpt, pattern: str) -> None:
-    plan = make_plan(graph_of_gpt, A100, 64, 4, parse_strategy("dp4"), alternatives=False)
+    plan = make_plan(graph_of_gpt, A100, 64, 4, parse_strategy("dp4"))
     (stage,) = plan.stages
     types = {node.meta["source"].name: node.meta["type"] for node in graph_of_gpt.placeholders("parameter")}
     (chunk,) = stage.chunks

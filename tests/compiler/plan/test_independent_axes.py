@@ -35,7 +35,6 @@ def test_plans_for_replicas_by_themselves_are_loose(strategy):
             2,
             shape,
             "1f1b",
-            alternatives=False,
             space=space,
         )
         small = graph.with_batch(plan.microbatch_size)

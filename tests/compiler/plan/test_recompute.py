@@ -48,8 +48,7 @@ def composer_of(graph, batch, mesh, mode, schedule="1f1b"):
 
 def plans(graph, strategy, microbatches=4):
     return [
-        make_plan(graph, V100, 64, microbatches, parse_strategy(strategy), alternatives=False, recompute=mode)
-        for mode in ("none", "layer")
+        make_plan(graph, V100, 64, microbatches, parse_strategy(strategy), recompute=mode) for mode in ("none", "layer")
     ]
 
 
@@ -249,8 +248,8 @@ def test_recomputation_makes_room(graph):
     device = dataclasses.replace(V100.hosts[0].device, memory_bytes=limit)
     tight = dataclasses.replace(V100, hosts=(dataclasses.replace(V100.hosts[0], device=device, num_devices=2),))
     with pytest.raises(ValueError, match="missing"):
-        make_plan(graph, tight, 64, 4, parse_strategy("pp2"), alternatives=False)
-    plan = make_plan(graph, tight, 64, 4, parse_strategy("pp2"), alternatives=False, recompute="layer")
+        make_plan(graph, tight, 64, 4, parse_strategy("pp2"))
+    plan = make_plan(graph, tight, 64, 4, parse_strategy("pp2"), recompute="layer")
     assert max(stage.peak_bytes for stage in plan.prediction.stages) <= limit
 
 

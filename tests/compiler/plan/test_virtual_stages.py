@@ -29,7 +29,7 @@ def graph():
 
 @pytest.fixture(scope="module")
 def four(graph):
-    return make_plan(graph, V100, 64, 8, parse_strategy("pp4,tp2"), alternatives=False)
+    return make_plan(graph, V100, 64, 8, parse_strategy("pp4,tp2"))
 
 
 def chunked(plan, graph, schedule):

@@ -43,7 +43,7 @@ def mixed(graph: Graph) -> Plan:
 @pytest.fixture(scope="module")
 def automatic() -> Plan:
     model, args, kwargs = mlp(device="meta")
-    return make_plan(capture(model, args, kwargs), CLUSTER, 64)
+    return make_plan(capture(model, args, kwargs), CLUSTER, 64, alternatives=True)
 
 
 # ---- words

@@ -71,7 +71,6 @@ def test_a_runner_up_costs_what_the_plan_that_is_forced_to_it_takes_more(plan: P
         Cluster.from_json(json.dumps(plan.cluster)),
         16,
         plan.microbatches,
-        alternatives=False,
         space=Space.executable(),
         constraints=[f"split {UP} by o", "stages = 1"],
     )

@@ -33,7 +33,7 @@ def graph() -> Graph:
 
 def planned(graph: Graph, constraints: str | list[str], cluster: Cluster = V100, **more: object) -> Plan:
     more = {"space": WIDE, **more}
-    return make_plan(graph, cluster, 8, alternatives=False, constraints=constraints, **more)  # type: ignore[arg-type]
+    return make_plan(graph, cluster, 8, constraints=constraints, **more)  # type: ignore[arg-type]
 
 
 # ---- the grammar

@@ -58,11 +58,11 @@ def holds(plan: Plan, devices: int) -> None:
 
 @pytest.mark.parametrize("devices", [1, 7, 13])
 def test_one_device_and_prime_numbers_of_devices(graph: Graph, devices: int) -> None:
-    holds(make_plan(graph, with_devices(devices), 8, 2, alternatives=False, space=Space.executable()), devices)
+    holds(make_plan(graph, with_devices(devices), 8, 2, space=Space.executable()), devices)
 
 
 def test_a_batch_of_one_sample(graph: Graph) -> None:
-    plan = make_plan(graph, with_devices(2), 1, alternatives=False, space=Space.whole())
+    plan = make_plan(graph, with_devices(2), 1, space=Space.whole())
     holds(plan, 2)
     assert plan.microbatches == 1
 
@@ -107,24 +107,24 @@ def memory_of(plan: Plan) -> float:
 
 def test_what_is_missing_where_and_what_would_fit_is_said(graph: Graph) -> None:
     strategy, plain = parse_strategy("dp2"), Space()
-    needs = memory_of(make_plan(graph, with_devices(2), 64, 1, strategy, alternatives=False, space=plain))
+    needs = memory_of(make_plan(graph, with_devices(2), 64, 1, strategy, space=plain))
     tight = with_devices(2, 0.5 * needs)
     with pytest.raises(InfeasibleError) as caught:
-        make_plan(graph, tight, 64, 1, strategy, alternatives=False, space=plain)
+        make_plan(graph, tight, 64, 1, strategy, space=plain)
     text = str(caught.value)
     assert "stage 0 of 1 (token_embedding … head on 2 devices)" in text
     assert "most of it is activations" in text
     assert "a plan fits with more microbatches" in text
-    assert make_plan(graph, tight, 64, None, strategy, alternatives=False, space=plain)  # it was no empty promise
+    assert make_plan(graph, tight, 64, None, strategy, space=plain)  # it was no empty promise
 
 
 def test_recompute_and_sharding_are_offered_where_they_would_fit(graph: Graph) -> None:
     strategy = parse_strategy("dp4")
-    whole = make_plan(graph, with_devices(4), 4, 1, strategy, alternatives=False)
+    whole = make_plan(graph, with_devices(4), 4, 1, strategy)
     bill = whole.prediction.stages[0].memory_bytes
     states = (bill["parameters"] + bill["gradients"] + bill["optimizer"]) / 2**20
     with pytest.raises(InfeasibleError) as caught:
-        make_plan(graph, with_devices(4, 0.8 * states), 4, 1, strategy, alternatives=False)
+        make_plan(graph, with_devices(4, 0.8 * states), 4, 1, strategy)
     assert re.search(r"most of it is optimizer state .* with zero=[123]", str(caught.value))
 
 
@@ -144,7 +144,7 @@ def at(number: int) -> Callable[[str, float], None]:
 
 
 def test_a_time_limit_gives_the_best_so_far_with_its_gap(graph: Graph) -> None:
-    plan = make_plan(graph, with_devices(4), 16, space=Space.whole(), time_limit_s=1e-3)
+    plan = make_plan(graph, with_devices(4), 16, space=Space.whole(), alternatives=True, time_limit_s=1e-3)
     holds(plan, 4)
     assert any("the time limit passed" in note for note in plan.prediction.notes)
     assert plan.prediction.alternatives == ()
@@ -152,7 +152,7 @@ def test_a_time_limit_gives_the_best_so_far_with_its_gap(graph: Graph) -> None:
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
 def test_an_interrupt_gives_the_best_so_far(graph: Graph, number: int) -> None:
-    plan = make_plan(graph, with_devices(4), 16, space=Space.executable(), alternatives=False, progress=at(number))
+    plan = make_plan(graph, with_devices(4), 16, space=Space.executable(), progress=at(number))
     holds(plan, 4)
     assert any("interrupted" in note for note in plan.prediction.notes) or number > 2
 
@@ -180,7 +180,7 @@ def interrupt_after_a_plan(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 @pytest.mark.parametrize("name", ["rows", "compose", "lower_bound"])
 def test_an_interrupt_keeps_the_plans_that_there_are(graph: Graph, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     interrupt_after_a_plan(monkeypatch, name)
-    plan = make_plan(graph, with_devices(4), 16, space=Space.whole(), alternatives=False)
+    plan = make_plan(graph, with_devices(4), 16, space=Space.whole())
     holds(plan, 4)
     assert any("interrupted" in note for note in plan.prediction.notes)
 
@@ -198,7 +198,7 @@ def test_an_interrupt_before_anything_is_known_ends_it(graph: Graph, monkeypatch
 
 
 def test_the_best_plans_are_distinct_and_in_order(graph: Graph) -> None:
-    plans = make_plans(graph, with_devices(4), 16, space=Space.executable(), alternatives=False, top_k=3)
+    plans = make_plans(graph, with_devices(4), 16, space=Space.executable(), top_k=3)
     assert [p.prediction.step_s for p in plans] == sorted(p.prediction.step_s for p in plans)
     assert len({str(p.to_json()["stages"]) + str(p.microbatches) for p in plans}) == 3
 

@@ -23,7 +23,7 @@ CHUNKED_SEEDS = (0, 3, 5, 8)
 
 
 def _plan_of(graph, cluster, global_batch, space):
-    return make_plan(graph, cluster, global_batch, alternatives=False, space=space)
+    return make_plan(graph, cluster, global_batch, space=space)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

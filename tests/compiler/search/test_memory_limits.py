@@ -30,7 +30,7 @@ def graph() -> Graph:
 
 
 def fitting(graph: Graph, mib: float, **asked: object) -> Plan:
-    plan = make_plan(graph, limited(mib), 64, alternatives=False, **{"space": Space.whole()} | asked)
+    plan = make_plan(graph, limited(mib), 64, **{"space": Space.whole()} | asked)
     assert all(stage.peak_bytes - FRAMEWORK <= mib * 2**20 for stage in plan.prediction.stages)
     return plan
 

@@ -31,9 +31,7 @@ def graph() -> Graph:
 @pytest.fixture(scope="module")
 def layers_of(graph: Graph) -> Callable[[Strategy], int]:
     """How many layers a plan of this shape has."""
-    return lru_cache(
-        lambda strategy: len(make_plan(graph, CLUSTER, BATCH, strategy=strategy, alternatives=False).layers)
-    )
+    return lru_cache(lambda strategy: len(make_plan(graph, CLUSTER, BATCH, strategy=strategy).layers))
 
 
 @pytest.mark.parametrize("schedule", known_schedules())
@@ -42,7 +40,7 @@ def test_every_shape_is_planned_or_refused_for_a_reason(
     graph: Graph, layers_of: Callable[[Strategy], int], pp: int, dp: int, tp: int, schedule: str
 ) -> None:
     strategy = Strategy(pp=pp, dp=dp, tp=tp)
-    asked = {"strategy": strategy, "alternatives": False}
+    asked = {"strategy": strategy}
     if schedule in CHUNKED and (pp == 1 or 2 * pp > layers_of(strategy)):
         # one group has nobody to take turns with, and 16 groups need 32 chunks of layers
         with pytest.raises(InfeasibleError, match=r"\b(stages?|layers?)\b"):

@@ -107,15 +107,15 @@ def test_what_was_solved_is_not_solved_again(graph):
 
 
 def test_where_memory_is_plenty_nothing_has_a_price(graph, monkeypatch):
-    plan = make_plan(graph, limited(PLENTY), 64, 8, alternatives=False, space=Space.whole())
+    plan = make_plan(graph, limited(PLENTY), 64, 8, space=Space.whole())
     monkeypatch.setattr(SearchBounds, "fits_unconstrained", lambda self, m: False)
-    priced = make_plan(graph, limited(PLENTY), 64, 8, alternatives=False, space=Space.whole())
+    priced = make_plan(graph, limited(PLENTY), 64, 8, space=Space.whole())
     assert plan.prediction.step_s <= priced.prediction.step_s * (1 + 1e-3)
 
 
 @pytest.mark.parametrize("mib", TIGHT)
 def test_more_prices_of_memory_find_little(graph, monkeypatch, mib):
-    asked = {"alternatives": False, "space": Space.asked("1f1b"), "microbatches": 8}
+    asked = {"space": Space.asked("1f1b"), "microbatches": 8}
     plan = make_plan(graph, limited(mib), 64, **asked)
     monkeypatch.setattr(regular, "FACTORS", tuple(2.0 ** (power / 2) for power in range(-14, 10)))
     finer = make_plan(graph, limited(mib), 64, **asked)
@@ -130,7 +130,7 @@ def test_more_prices_of_memory_find_little(graph, monkeypatch, mib):
 def test_no_plan_holds_more_than_its_devices_have(graph, mib, wish):
     cluster = limited(mib)
     try:
-        plan = make_plan(graph, cluster, 64, 8, alternatives=False, space=Space.whole(), constraints=wish or None)
+        plan = make_plan(graph, cluster, 64, 8, space=Space.whole(), constraints=wish or None)
     except InfeasibleError:
         assert wish == "no zero; no recompute"
         return
@@ -143,7 +143,7 @@ def test_no_plan_holds_more_than_its_devices_have(graph, mib, wish):
 def test_a_plan_that_fills_its_devices_fits_these_and_no_smaller_ones(graph):
     """The bytes that a plan holds are all that it needs: it is found again where there are just so many."""
     strategy = parse_strategy("dp8")
-    words = {"alternatives": False, "strategy": strategy, "microbatches": 8}
+    words = {"strategy": strategy, "microbatches": 8}
     plan = make_plan(graph, limited(PLENTY), 64, **words)
     held = max(stage.peak_bytes for stage in plan.prediction.stages)
     cluster = with_memory(limited(PLENTY), int(held) + 1)
@@ -159,7 +159,7 @@ def test_a_plan_that_fills_its_devices_fits_these_and_no_smaller_ones(graph):
 
 def test_a_time_limit_ends_the_search_with_a_plan_and_a_note(graph):
     begin = time.process_time()
-    plan = make_plan(graph, limited(300), 64, space=Space.whole(), time_limit_s=0.05)
+    plan = make_plan(graph, limited(300), 64, space=Space.whole(), alternatives=True, time_limit_s=0.05)
     assert time.process_time() - begin < 10  # the first tables and one plan; the whole search takes several times that
     assert plan.check() == []
     assert plan.prediction.alternatives == ()
@@ -237,7 +237,7 @@ def test_a_mesh_is_bounded_by_its_fastest_devices():
         assert search.bound_s <= found[0].clock_s
         for schedule in ("1f1b", "zb-v"):
             space = Space.asked(schedule)
-            plan = make_plan(graph, cluster, 64, 8, alternatives=False, space=space)
+            plan = make_plan(graph, cluster, 64, 8, space=space)
             assert search.bound_s <= plan.prediction.step_s * (1 + 1e-9)
 
 

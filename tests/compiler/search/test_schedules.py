@@ -49,7 +49,7 @@ def cluster():
 
 
 def planned(graph, cluster, schedule, wish=WISH):
-    return make_plan(graph, cluster, BATCH, alternatives=False, space=Space.asked(schedule), constraints=wish)
+    return make_plan(graph, cluster, BATCH, space=Space.asked(schedule), constraints=wish)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_the_best_of_all_is_no_slower_than_any(graph, cluster, by_name):
 def test_what_runs_is_all_that_executable_plans_search(graph, cluster):
     assert Space.executable().schedules == SCHEDULES
     space = replace(Space.executable(), sequence=False)
-    plan = make_plan(graph, cluster, BATCH, alternatives=False, space=space, constraints=WISH)
+    plan = make_plan(graph, cluster, BATCH, space=space, constraints=WISH)
     assert not any(line.startswith("schedule") for line in plan.not_executable())
 
 

@@ -172,7 +172,7 @@ def test_the_search_finds_column_and_row_pairs_by_itself(graphs):
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "llama", "t5", "convnet", "mixtral", "gpt2", "bert", "vit"])
 def test_automatic_plans_repeat_no_heavy_work(graphs, name):
-    plan = make_plan(graphs(name), V100, 8, alternatives=False)
+    plan = make_plan(graphs(name), V100, 8)
     assert plan.prediction.replicated_flops <= 0.02 * plan.prediction.flops
     assert plan.check() == []
     assert plan.prediction.bound_s <= plan.prediction.step_s
@@ -185,7 +185,7 @@ def test_automatic_plans_repeat_no_heavy_work(graphs, name):
 
 @pytest.mark.parametrize("devices", [3, 6])
 def test_odd_device_counts_are_ordinary(graphs, devices):
-    plan = make_plan(graphs("gpt", layers=6), Cluster.local(devices), 12, alternatives=False)
+    plan = make_plan(graphs("gpt", layers=6), Cluster.local(devices), 12)
     used = [device for stage in plan.stages for device in stage.devices]
     assert len(set(used)) == len(used) <= devices
 
@@ -201,7 +201,7 @@ def test_a_plan_is_the_same_after_a_round_trip(graphs, tmp_path):
 
 
 def test_planning_is_deterministic(graphs):
-    first, second = (make_plan(graphs("gpt"), V100, 8, alternatives=False) for _ in range(2))
+    first, second = (make_plan(graphs("gpt"), V100, 8) for _ in range(2))
     assert first.stages == second.stages
 
 
@@ -218,7 +218,7 @@ def test_memory_is_a_constraint(graphs):
     import dataclasses
 
     graph = graphs("gpt", layers=4)
-    free = make_plan(graph, V100, 64, alternatives=False, microbatches=1)
+    free = make_plan(graph, V100, 64, microbatches=1)
     peak = max(stage.peak_bytes - stage.memory_bytes["framework"] for stage in free.prediction.stages)
 
     def with_memory(usable: float) -> Cluster:
@@ -226,11 +226,11 @@ def test_memory_is_a_constraint(graphs):
         device = dataclasses.replace(V100.hosts[0].device, memory_bytes=int(usable + framework))
         return dataclasses.replace(V100, hosts=(dataclasses.replace(V100.hosts[0], device=device),))
 
-    tight = make_plan(graph, with_memory(0.6 * peak), 64, alternatives=False)
+    tight = make_plan(graph, with_memory(0.6 * peak), 64)
     assert tight.prediction.step_s >= free.prediction.step_s * 0.999 or tight.microbatches > 1
     assert all(s.peak_bytes - s.memory_bytes["framework"] <= 0.62 * peak for s in tight.prediction.stages)
     with pytest.raises(InfeasibleError, match=r"missing"):
-        make_plan(graph, with_memory(2e4), 64, alternatives=False)
+        make_plan(graph, with_memory(2e4), 64)
 
 
 def test_the_forced_shape_is_kept_and_wrong_ones_are_refused(graphs):
@@ -262,8 +262,8 @@ def test_a_shared_weight_lies_as_its_layers_agree_and_what_hides_is_seen():
     with torch.device("meta"):
         model, tokens = GPT(51200, 12, 1024, 8, 1024).half(), torch.zeros(1024, 1024, dtype=torch.int64)
     graph, cluster = capture(model, (tokens, tokens)), Cluster.parse("p3.16xlarge:64")
-    best = make_plan(graph, cluster, 1024, alternatives=False).prediction
-    data = make_plan(graph, cluster, 1024, strategy=parse_strategy("dp512"), alternatives=False).prediction
+    best = make_plan(graph, cluster, 1024).prediction
+    data = make_plan(graph, cluster, 1024, strategy=parse_strategy("dp512")).prediction
     assert best.bound_s <= best.step_s < 1.005 * data.step_s
 
 
@@ -284,7 +284,7 @@ def test_no_more_hides_in_a_built_stage_than_its_layers_can_reduce(monkeypatch):
         model, tokens = GPT(512, 12, 512, 8, 512), torch.zeros(64, 512, dtype=torch.int64)
     graph = capture(model, (tokens, tokens))
     for strategy in map(parse_strategy, ("dp8", "pp2,dp4")):
-        make_plan(graph, V100, 64, strategy=strategy, space=Space.asked(zero=0), alternatives=False)
+        make_plan(graph, V100, 64, strategy=strategy, space=Space.asked(zero=0))
     assert max(hidden) > 0
 
 
@@ -293,21 +293,21 @@ def test_one_stage_of_all_devices_is_not_overlooked():
     with torch.device("meta"):
         model, tokens = GPT(51200, 24, 1024, 8, 1024).half(), torch.zeros(1024, 1024, dtype=torch.int64)
     graph, cluster = capture(model, (tokens, tokens)), Cluster.parse("p3.16xlarge:8")
-    best = make_plan(graph, cluster, 1024, alternatives=False).prediction
-    data = make_plan(graph, cluster, 1024, strategy=parse_strategy("dp64"), alternatives=False).prediction
+    best = make_plan(graph, cluster, 1024).prediction
+    data = make_plan(graph, cluster, 1024, strategy=parse_strategy("dp64")).prediction
     assert best.step_s <= data.step_s
 
 
 def test_a_microbatch_too_small_for_all_devices(graphs):
     """No border of a purely data-parallel mesh has a state then."""
-    plan = make_plan(graphs("gpt", 16), Cluster.parse("p3.16xlarge:2"), 16, microbatches=4)
+    plan = make_plan(graphs("gpt", 16), Cluster.parse("p3.16xlarge:2"), 16, microbatches=4, alternatives=True)
     assert plan.microbatches == 4
     (data,) = (row for row in plan.prediction.alternatives if row["name"] == "data")
     assert data["why"] == "no microbatch of global batch 16 in 4 parts falls into 16 equal parts"
 
 
 def test_tensor_parallelism_of_hundreds_of_devices_is_no_alternative(graphs):
-    plan = make_plan(graphs("gpt", 64), Cluster.parse("dgx-h100:32"), 1024, microbatches=4)
+    plan = make_plan(graphs("gpt", 64), Cluster.parse("dgx-h100:32"), 1024, microbatches=4, alternatives=True)
     (tensor,) = (row for row in plan.prediction.alternatives if row["name"] == "tensor")
     assert tensor["step_s"] is None
     assert tensor["why"] == "not looked for: 256 devices would share every op"
@@ -339,7 +339,7 @@ def test_a_stage_is_asked_for_its_labels_once_for_all_weights_it_shares(monkeypa
     monkeypatch.setattr(StageRow, "labels", lambda *given: asked.append(given) or labels_of(*given))
     with torch.device("meta"):
         graph = capture(Twice(), (torch.zeros(64, 64),))
-    make_plan(graph, Cluster.parse("p3.16xlarge:1"), 64, alternatives=False)
+    make_plan(graph, Cluster.parse("p3.16xlarge:1"), 64)
     assert any(labels for labels, _ in candidates)
     assert all(labels <= stages for labels, stages in candidates)
 

@@ -55,7 +55,7 @@ def test_blocks_stay_whole_and_the_ends_go_to_the_ends():
 
 
 def test_a_division_gives_exactly_these_stages(graph):
-    plan = make_plan(graph, V100, 64, 8, parse_strategy("2:dp1 + 2:dp2 + 4:dp2,tp2"), alternatives=False)
+    plan = make_plan(graph, V100, 64, 8, parse_strategy("2:dp1 + 2:dp2 + 4:dp2,tp2"))
     names = [[plan.layers[k] for k in range(*stage.chunks[0].layers)] for stage in plan.stages]
     blocks = [sorted({name.split(".")[1] for name in stage if name.startswith("blocks.")}) for stage in names]
     assert blocks == [["0", "1"], ["2", "3"], ["4", "5", "6", "7"]]
@@ -69,9 +69,9 @@ def test_a_division_gives_exactly_these_stages(graph):
 
 def test_a_division_like_the_uniform_shape_costs_the_same(graph):
     """Where the free search cuts at the same layer, both are one plan."""
-    forced = make_plan(graph, V100, 64, 8, parse_strategy("pp2,dp2"), alternatives=False)
+    forced = make_plan(graph, V100, 64, 8, parse_strategy("pp2,dp2"))
     layers = [len(range(*stage.chunks[0].layers)) for stage in forced.stages]
-    divided = make_plan(graph, V100, 64, 8, parse_strategy("4:dp2 + 4:dp2"), alternatives=False)
+    divided = make_plan(graph, V100, 64, 8, parse_strategy("4:dp2 + 4:dp2"))
     assert divided.prediction.step_s >= forced.prediction.step_s * (1 - 1e-9)
     if layers == [len(range(*stage.chunks[0].layers)) for stage in divided.stages]:
         assert divided.stages == forced.stages

@@ -92,7 +92,7 @@ def planned(schedule: str, strategy: str = "pp2", m: int = 4):
     graph = capture(*ZOO["gpt"](8, device="meta", layers=4))
     space = replace(Space.asked(schedule, executable=True), sequence=False)
     plan = make_plan(
-        graph, fast_links(parse_strategy(strategy).num_devices), 8, m, parse_strategy(strategy), alternatives=False,
+        graph, fast_links(parse_strategy(strategy).num_devices), 8, m, parse_strategy(strategy),
         space=space,
     )  # fmt: skip
     return graph.with_batch(8 // m), plan
