@@ -102,7 +102,7 @@ def plan_of_stages(search: SearchState, best: Candidate, parts: Sequence[SolvedS
     )
 
 
-#: what leaner stages leave free beside an excess, of their limit: what is not estimated differs a little, too
+#: what stages that are solved again leave free, of their limit, as what is not estimated differs then, too
 SPARE = 0.003
 
 
@@ -118,16 +118,13 @@ def within_memory(search: SearchState, plan: Plan, best: Candidate) -> Plan:
     used = [one.peak_bytes - one.memory_bytes["framework"] for one in plan.prediction.stages]
     believed, batch = best.pipeline.peak_bytes, batch_bytes(search)
     worst = max(full, key=over.__getitem__)
-    spare = [SPARE * limit for limit in limits]
+    more = [size + SPARE * limit for size, limit in zip(over, limits)]
     alone = best.pipeline.chunks == 1  # of several chunks the rules add up what passes
     # a stage that was solved again fills what the tables left free: less of that, then less than the tables' choice
-    leaner = [
-        max(held - extra - free, known if known < held else 0.0)
-        for held, extra, free, known in zip(by_rules, over, spare, believed)
-    ]
+    leaner = [max(held - extra, known if known < held else 0.0) for held, extra, known in zip(by_rules, more, believed)]
     beside = [  # which tables are to blame for
-        size + free - max(known + batch, held if alone else 0.0)
-        for size, free, known, held in zip(used, spare, believed, by_rules)
+        limit + extra - max(known + batch, held if alone else 0.0)
+        for limit, extra, known, held in zip(limits, more, believed, by_rules)
     ]
     raise OverfullError(
         f"stage {worst} ({len(plan.stages[worst].devices)} devices) needs {bytes_text(used[worst])} per device, "

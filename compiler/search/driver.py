@@ -102,7 +102,7 @@ MAX_CORRECTIONS = 8
 MAX_ROUNDS = 8
 #: pure plans whose clock is more than so many times that of the fastest one are not built
 MAX_PURE_RATIO = 1.5
-#: How often each of the candidates of a pure strategy, each leaner than the one before, has its stages solved again.
+#: by candidate of a pure strategy, each leaner than the one before: how often its stages are solved again
 PURE_RETRIES = (0, 1, 1)
 
 
