@@ -19,6 +19,7 @@ from torch.fx import Node
 from ..errors import CaptureError
 from ..ir.graph import Graph, TensorType, op_name, tensor_operands, types_of
 from ..ir.ops import local_ops
+from ..ir.precision import PRECISIONS
 from .dense_experts import route_dense_experts
 from .graph_edits import Insertion, arguments_of, find_nodes, outputs_of, replace_node
 from .layers import floating_ops
@@ -344,7 +345,7 @@ def _widens(node: Node) -> bool:
     return (
         node.target is aten._to_copy.default
         and node.meta["type"].dtype == torch.float32
-        and node.all_input_nodes[0].meta["type"].dtype in (torch.bfloat16, torch.float16)
+        and node.all_input_nodes[0].meta["type"].dtype in PRECISIONS.values()
     )
 
 

@@ -298,18 +298,19 @@ def _build_pure(explored: _ExploredPure | PurePlan, most_s: float) -> PurePlan:
     search, regular, candidate = explored.search, explored.regular, explored.candidate
     if candidate.clock_s > most_s:
         return PurePlan(why=why_far(candidate.clock_s))
-    why = ""
+    why, missed = "", None
     try:
         for retries in PURE_RETRIES:
+            if missed is not None:
+                if not (again := regular.solved_again(candidate, missed)):
+                    break
+                candidate = min([again[0], *regular.explore(again[0].clock_s)], key=lambda one: one.clock_s)
             built: BuiltStages = {}
             plan = build_plan(search, candidate, built=built)
             fitting, missed = _fit_memory(search, plan, candidate, inf, built, retries)
             if fitting is not None or missed is None:
                 return PurePlan(fitting)
             why = why or why_overfull(plan, missed)
-            if not (again := regular.solved_again(candidate, missed)):
-                break
-            candidate = min([again[0], *regular.explore(again[0].clock_s)], key=lambda one: one.clock_s)
     except ValueError as refused:
         return PurePlan(why=str(refused))
     return PurePlan(why=why)

@@ -169,7 +169,7 @@ def test_training_goes_on_under_another_plan(ranks: Any, first: str, second: str
     for losses, files, same in ranks.run(4, gone_on, first, second, global_batch):
         assert losses == pytest.approx(expected, rel=1e-4)
         assert same
-        assert files[-1] - files[0] < len(files) - 1  # what other threads open apart, none stays
+        assert files[-1] - files[0] < len(files) - 1  # else every change leaves a file open
 
 
 def refused() -> list[str]:

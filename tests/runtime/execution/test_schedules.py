@@ -91,10 +91,8 @@ def test_every_schedule_equals_one_device(ranks: Any, case: str) -> None:
 def planned(schedule: str, strategy: str = "pp2", m: int = 4):
     graph = capture(*ZOO["gpt"](8, device="meta", layers=4))
     space = replace(Space.asked(schedule, executable=True), sequence=False)
-    plan = make_plan(
-        graph, fast_links(parse_strategy(strategy).num_devices), 8, m, parse_strategy(strategy),
-        space=space,
-    )  # fmt: skip
+    shape = parse_strategy(strategy)
+    plan = make_plan(graph, fast_links(shape.num_devices), 8, m, shape, space=space)
     return graph.with_batch(8 // m), plan
 
 
