@@ -86,15 +86,22 @@ class AxisPrice:
             )
         return tuple(((0.0, a, b),) for a, b in self.pieces[kind])
 
-    def least_rate(self, kind: str, smallest: float, largest: float) -> float:
-        """The least seconds per byte of any message of ``smallest`` to ``largest`` bytes."""
+    def least_rate(
+        self, kind: str, smallest: float, largest: float, counted: float = inf, factor: float = 1.0
+    ) -> float:
+        """The least seconds per byte of a part of any message of ``smallest`` to ``largest`` bytes.
+
+        counted: bytes over which the message spreads its α at the most, as large parts count for less than they are;
+        factor: for how much less this one does.
+        """
         if self.size == 1:
             return 0.0
         found = inf
         for pieces in self.pieces_of(kind):
             for (start, a, b), (end, *_) in pairwise((*pieces, (inf, 0.0, 0.0))):
                 if start <= largest and smallest < end:  # α is spread widest at a piece's end
-                    found = min(found, a / min(end, largest) + b)
+                    most = min(largest, counted)
+                    found = min(found, a / (end if end < most else most * factor) + b)
         return found
 
     def seconds_many(self, kind: str, nbytes: np.ndarray) -> np.ndarray:

@@ -11,7 +11,10 @@ table lookup or an addition does not, or anything else of a layer that is recomp
 gathered for each.
 
 The search needs seconds that add up over weights and that no message undercuts: the bytes of a weight at the least
-price per byte of any message that it may be in, from itself alone (``GatherUse``) to all of its kind in the layer.
+price per byte of any message that it may be in, from itself alone to all of its kind in the layer (``GatherUse``). The
+part of a message's seconds that does not grow with its size is dealt to the weights by their elements, of which no
+weight counts more than ``MOST_COUNTED``: else a small one beside experts would cost next to nothing, though experts
+seldom travel with it.
 """
 
 from __future__ import annotations
@@ -31,7 +34,16 @@ from ..rules import rule_for
 from .pricing import MeshPricer, gradient_type
 from .saved_tensors import saved_of
 
-__all__ = ["GatherUse", "LayerGather", "LayerReads", "gather_seconds", "layer_gathers", "scatter_seconds"]
+__all__ = [
+    "MOST_COUNTED",
+    "GatherUse",
+    "LayerGather",
+    "LayerReads",
+    "gather_seconds",
+    "layer_gathers",
+    "part_factor",
+    "scatter_seconds",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,12 +58,23 @@ class LayerGather:
     again: bool
 
 
+#: Elements of a weight that count where the seconds of a message that do not grow with its size are dealt out.
+MOST_COUNTED = 2**25
+
+
+def part_factor(kind: TensorType) -> float:
+    """How much larger a weight is than it counts."""
+    return max(1.0, kind.numel / MOST_COUNTED)
+
+
 @dataclass(frozen=True)
 class GatherUse:
     """A layer that reads a weight."""
 
     #: Elements of all weights of the layer that may share the message.
     largest: int
+    #: Those of them that count where what does not grow with the size is dealt out.
+    counted: int
     #: True if the backward is sure to gather the weight once more.
     again: bool
 
@@ -120,14 +143,13 @@ class LayerReads:
 
     def of(self, parameter: Node) -> tuple[GatherUse, ...]:
         """A use per layer that reads it."""
-        return tuple(
-            GatherUse(
-                sum(other.meta["type"].numel for other in read.values() if _alike(other, parameter)),
-                _runs_again(ops, (parameter,), self._grad, NOTHING),
-            )
-            for ops, read in self._layers
-            if parameter.name in read
-        )
+        uses = []
+        for ops, read in self._layers:
+            if parameter.name in read:
+                sizes = [other.meta["type"].numel for other in read.values() if _alike(other, parameter)]
+                counted = sum(min(size, MOST_COUNTED) for size in sizes)
+                uses.append(GatherUse(sum(sizes), counted, _runs_again(ops, (parameter,), self._grad, NOTHING)))
+        return tuple(uses)
 
 
 def _is_parameter(node: Node) -> bool:

@@ -35,7 +35,7 @@ from ..ir.spec import P, Pair, R, S, Spec, without_partials
 from ..plan.plan import BUCKET_BYTES, ParameterSharding
 from ..plan.tensor_codecs import coder_seconds, wire_share
 from .gradient_reduction import Bucket, Gradient, make_buckets
-from .layer_gathers import GatherUse
+from .layer_gathers import GatherUse, part_factor
 from .pricing import MeshPricer, gradient_type, partial_axes
 
 __all__ = [
@@ -204,14 +204,15 @@ def _shares(
     sums, elements = gradient_type(kind, pricer.mixed), pricer.local_bytes(kind, value) / kind.dtype.itemsize
     parts = prod(pricer.mesh_shape[axis] for axis in axes)
 
-    def share(collective: str, sent: TensorType, largest: int, codings: float) -> float:
+    def share(collective: str, sent: TensorType, use: GatherUse, codings: float) -> float:
         each = sent.dtype.itemsize * wire_share(code, sent)
-        seconds = elements * each * pricer.message_rate(collective, axes, elements * each, largest * each)
+        spread = use.largest * each, use.counted * each, part_factor(kind)
+        seconds = elements * each * pricer.message_rate(collective, axes, elements * each, *spread)
         return seconds + elements * codings * coder_seconds(code, sent, pricer.device)
 
-    gathers = [share("all_gather", kind, use.largest, 1 + 1 / parts) for use in uses]
+    gathers = [share("all_gather", kind, use, 1 + 1 / parts) for use in uses]
     again = sum(seconds for seconds, use in zip(gathers, uses) if use.again)
-    return sum(gathers), again, sum(share("reduce_scatter", sums, use.largest, 2) for use in uses)
+    return sum(gathers), again, sum(share("reduce_scatter", sums, use, 2) for use in uses)
 
 
 def _full_bucket(pricer: MeshPricer, collective: str, axes: Sequence[int], size: float) -> float:

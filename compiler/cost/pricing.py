@@ -339,14 +339,17 @@ class MeshPricer:
         """The origin of ``message_seconds``: "measured", "scaled" or "analytic"."""
         return (self.joint(axes) or self.axes[axes[0]]).source(collective)
 
-    def message_rate(self, collective: str, axes: Sequence[int], smallest: float, largest: float) -> float:
-        """The least seconds per byte of ``message_seconds`` for any size between these."""
+    def message_rate(
+        self, collective: str, axes: Sequence[int], smallest: float, largest: float, counted: float, factor: float
+    ) -> float:
+        """``AxisPrice.least_rate`` of a part of ``message_seconds``."""
         joint = self.joint(axes)
         if joint is not None:
-            return joint.least_rate(collective, smallest, largest)
+            return joint.least_rate(collective, smallest, largest, counted, factor)
         rate, share = 0.0, 1.0
         for axis in axes:
-            rate += share * self.axes[axis].least_rate(collective, smallest * share, largest * share)
+            sizes = smallest * share, largest * share, counted * share
+            rate += share * self.axes[axis].least_rate(collective, *sizes, factor)
             share /= self.mesh_shape[axis]
         return rate
 

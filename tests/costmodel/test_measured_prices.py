@@ -66,23 +66,26 @@ LINES = st.tuples(st.floats(1, 1e8), st.floats(0, 1e-2), st.floats(1e-12, 1e-8))
 @given(
     st.lists(LINES, max_size=3, unique_by=lambda line: line[0]),
     st.lists(st.floats(1, 1e8), min_size=1, max_size=4),
-    st.floats(1, 10),
+    st.lists(st.floats(1, 1e8), max_size=2),
+    st.floats(1, 1e8),
 )
 @settings(max_examples=200, deadline=None)
-def test_no_message_is_cheaper_per_byte_than_the_least_rate(lines, parts, more):
+def test_no_message_is_cheaper_per_byte_than_the_least_rate(lines, parts, others, most):
     """Shares of a message at the least rate of any that they may be in add up to no more than it takes, whatever was
-    measured; and to all of it where it is the only one."""
+    measured, whoever else might be in it and however little large parts count; and to all of it where there is one."""
     steps, lines = sorted(lines), [(0.0, 1e-5, 1e-9)]
     for start, jump, beta in steps:  # seconds do not fall
         _, a, b = lines[-1]
         lines.append((start, max(0.0, a + (b - beta) * start) + jump, beta))
     price = mesh_prices(replace(CPU, wires=(wire("all_gather", (4, 4, 1), *lines),)), Mesh.of(CPU, 0, (4,)))[0]
     total, tariff = sum(parts), Tariff([price.pieces_of("all_gather")])
-    rates = [price.least_rate("all_gather", part, more * total) for part in parts]
+    largest, counted = sum([*parts, *others]), sum(min(part, most) for part in [*parts, *others])
+    spreads = [(largest, counted, max(1.0, part / most)) for part in parts]
+    rates = [price.least_rate("all_gather", part, *spread) for part, spread in zip(parts, spreads)]
     assert sum(map(operator.mul, parts, rates)) <= price.seconds("all_gather", total) * (1 + 1e-9)
     assert price.least_rate("all_gather", total, total) * total == pytest.approx(price.seconds("all_gather", total))
-    for part, rate in zip(parts, rates):
-        assert tariff.least_rate(np.array([part]), np.array([more * total])) == pytest.approx([rate])
+    for part, rate, spread in zip(parts, rates, spreads):
+        assert tariff.least_rate(np.array([part]), *spread) == pytest.approx([rate])
 
 
 @given(st.sampled_from(list(axes())), st.sampled_from(list(axes())), st.floats(0.1, 10), st.floats(1, 1e9))

@@ -424,12 +424,16 @@ class Tariff:
         found: np.ndarray = np.where(nbytes == 0, 0.0, best)
         return found
 
-    def least_rate(self, smallest: np.ndarray, largest: np.ndarray) -> np.ndarray:
-        """[num] the least seconds per byte of any message of ``smallest`` to ``largest`` [num] bytes."""
+    def least_rate(
+        self, smallest: np.ndarray, largest: float, counted: float = np.inf, factor: float = 1.0
+    ) -> np.ndarray:
+        """[num] ``AxisPrice.least_rate`` of parts of ``smallest`` bytes [num]."""
         start, a, b = self.parts
         end = np.concatenate([start[:, 1:], np.full_like(start[:, :1], np.inf)], axis=1)
         within = (start <= largest) & (smallest < end)
-        found: np.ndarray = np.where(within, a / np.minimum(end, largest) + b, np.inf).min(axis=(0, 1))
+        most = min(largest, counted)
+        spread = np.where(end < most, end, most * factor)
+        found: np.ndarray = np.where(within, a / spread + b, np.inf).min(axis=(0, 1))
         return found
 
 

@@ -101,6 +101,10 @@ def test_what_follows_no_pattern_is_custom():
 # ---- prices
 
 
+def use_of(largest, again):
+    return GatherUse(largest, largest, again)
+
+
 @pytest.mark.parametrize(("mesh", "pair"), [((4,), "R|P"), ((2, 2), "R,S0|P,S0"), ((2, 4), "R,R|P,P")])
 def test_seconds_and_bytes_by_hand(mesh, pair):
     pricer = MeshPricer(V100, 0, mesh)
@@ -113,7 +117,7 @@ def test_seconds_and_bytes_by_hand(mesh, pair):
     gather, reduce, whole = (
         group.seconds(kind, BUCKET_BYTES) * share for kind in ("all_gather", "reduce_scatter", "all_reduce")
     )
-    uses = (GatherUse(2 * WEIGHT.numel, True), GatherUse(WEIGHT.numel, False))  # of two layers, the first with another
+    uses = (use_of(2 * WEIGHT.numel, True), use_of(WEIGHT.numel, False))  # of two layers, the first with another
     shares = [n / size * np.array([group.seconds(k, size) for k in ("all_gather", "reduce_scatter")])
               for size in (4 * use.largest for use in uses)]  # fmt: skip
     update = (2 * n + 2 * n + 4 * n) / pricer.device.memory_bytes_per_s
@@ -141,7 +145,7 @@ def test_a_frozen_parameter_costs_gathers_alone():
     (_, whole), (_, cut) = shardings_by_pattern(WEIGHT, parse_pair("R|R"), (4,), False)
     assert sharding_seconds(pricer, WEIGHT, whole, 4, False).per_step_s == 0
     for again in (False, True):
-        price = sharding_seconds(pricer, WEIGHT, cut, 4, False, (GatherUse(WEIGHT.numel, again),))
+        price = sharding_seconds(pricer, WEIGHT, cut, 4, False, (use_of(WEIGHT.numel, again),))
         assert (price.per_microbatch_s, price.per_step_s) == (price.gather_forward_s * (1 + again), 0)
         assert price.gather_forward_s == pytest.approx(pricer.axes[0].seconds("all_gather", WEIGHT.nbytes))
     assert sharding_seconds(pricer, WEIGHT, cut, 4, False).per_microbatch_s == 0  # messages are priced elsewhere
