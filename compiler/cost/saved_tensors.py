@@ -34,11 +34,11 @@ Saved = set[str | tuple[str, int]]
 
 
 class SavedByReaders(NamedTuple):
-    """Results that stay for their readers alone (names, and (name, k)), and of each the one tensor that these save:
-    itself or a view of it."""
+    """Results that stay for their readers alone (names, and (name, k)), and of each the one tensor that these save,
+    itself or a view of it, with the bytes that stay per byte of it: all of the result, if it is a part."""
 
     results: Saved
-    read: set[str]
+    read: dict[str, float]
 
 
 def saved_tensors(ops: Sequence[Node], grad: Collection[str]) -> Saved:
@@ -75,7 +75,11 @@ def storage_roots(ops: Sequence[Node]) -> dict[str, str]:
     """The tensor whose storage each of ``ops`` that is a view of another's result shares."""
     root: dict[str, str] = {}
     for node in ops:
-        if op_name(node) == "getitem" or rule_for(node).cost_kind not in ("view", "free"):
+        if op_name(node) == "getitem":  # of what an op made, or a view as the others that the op makes of its operand
+            if (source := root.get(output_of(node)[0].name)) is not None:
+                root[node.name] = source
+            continue
+        if rule_for(node).cost_kind not in ("view", "free"):
             continue
         layout = node.meta.get("layout")
         if tensor_operands(node) and not (layout is not None and layout.copies_forward):
@@ -102,7 +106,7 @@ def saved_by_readers(ops: Sequence[Node], grad: Collection[str], recompute: Reco
     by_root: dict[str, list[Node]] = {}
     for node in ops:
         by_root.setdefault(views.get(node.name, node.name), []).append(node)
-    found = SavedByReaders(set(), set())
+    found = SavedByReaders(set(), {})
     for root, (maker, *others) in by_root.items():
         if maker.name != root or isinstance(maker.meta["type"], tuple):
             continue
@@ -110,12 +114,11 @@ def saved_by_readers(ops: Sequence[Node], grad: Collection[str], recompute: Reco
         readers = {one: [user for user in one.users if user.name in operands] for one in (maker, *others)}
         saved = {one: [_reads(user, operands[user.name], one) for user in readers[one]] for one in readers}
         last, *more = [one for one, flags in saved.items() if any(flags)] or [maker]
-        whole = types_of(last)[0].numel >= types_of(maker)[0].numel  # else all of it stays for a part
-        if more or not (whole and saved[last] and all(saved[last])) or ("output", index) in saved_of(producer, grad):
+        if more or not (saved[last] and all(saved[last])) or ("output", index) in saved_of(producer, grad):
             continue
         if not recompute or recompute.plain.issuperset(one.name for one in (*readers, *readers[last])):
             found.results.update((root, (producer.name, index)))
-            found.read.add(last.name)
+            found.read[last.name] = max(1.0, types_of(maker)[0].numel / max(1, types_of(last)[0].numel))
     return found
 
 
@@ -158,10 +161,12 @@ def saved_bytes(
         for place, choice in enumerate(choices):
             own = copied_operands(node, choice)
             kept[place] += sum(pricer.operand_bytes(operands[k], choice.inputs[k].value) for k in own)
+    beside = kept if heavy or not recompute or node.name in recompute.plain else held
     if flows and (extra := extra_saved_bytes(node, pricer, grad)):
-        size = np.array([extra * choice.work_share for choice in choices])  # what the work is on, whatever comes out
-        stays = heavy or not recompute or node.name in recompute.plain
-        kept, held = (kept + size, held) if stays else (kept, held + size)
+        beside += np.array([extra * choice.work_share for choice in choices])  # what the work is on, whatever comes out
+    for k, factor in rule_for(node).kept_copies(node) if flows else ():
+        operand = tensor_operands(node)[k]
+        beside += factor * np.array([pricer.operand_bytes(operand, choice.inputs[k].value) for choice in choices])
     return kept, held
 
 

@@ -418,7 +418,7 @@ class _Builder(SectionBuilder):
             held = np.array([self.pricer.local_bytes(kind, target.value) for target in targets])
             moves = np.array([[source.value != target.value for target in targets] for source in sources], dtype=bool)
             moves = moves.reshape(seconds.shape)  # a border may have no states
-            nbytes = np.where((moves | (name in self.on_edges.read)) & np.isfinite(seconds), held, 0.0)
+            nbytes = np.where(np.isfinite(seconds), np.where(moves, 1.0, self.on_edges.read.get(name, 0.0)) * held, 0.0)
         edge = Edge(
             name,
             producer,

@@ -109,9 +109,13 @@ class AttentionRule(Rule):
         return (*(("input", k) for k in floats), ("output", 0))
 
     def temporary_bytes(self, node: Node) -> float:
-        """One fp32 log-sum-exp per query and head; a bool mask is kept as the floats that it was turned into."""
+        """One fp32 log-sum-exp per query and head."""
+        return 4.0 * prod(tensor_operands(node)[0].meta["type"].shape[:-1])
+
+    def kept_copies(self, node: Node) -> tuple[tuple[int, float], ...]:
+        """A bool mask is kept as the floats that it was turned into."""
         q, _, _, *mask = (operand.meta["type"] for operand in tensor_operands(node))
-        return 4.0 * prod(q.shape[:-1]) + sum(m.numel * q.dtype.itemsize for m in mask if not m.is_float)
+        return tuple((k, q.dtype.itemsize / m.dtype.itemsize) for k, m in enumerate(mask, 3) if not m.is_float)
 
 
 register("aten.scaled_dot_product_attention.default")(AttentionRule())

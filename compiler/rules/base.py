@@ -165,6 +165,11 @@ class Rule:
         size."""
         return 0.0
 
+    def kept_copies(self, node: Node) -> Sequence[tuple[int, float]]:
+        """The operands of which the op keeps a copy in another type for its backward, each with the bytes of the copy
+        per byte of the operand."""
+        return ()
+
     def example_operands(self, node: Node, generator: torch.Generator) -> list[torch.Tensor] | None:
         """Random operands (order of ``tensor_operands``) for the checker, where dtype and shape alone do not make valid
         ones: indices within range, positive values. None: the checker's own choice (normal floats, integers 0 and

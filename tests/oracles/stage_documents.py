@@ -339,7 +339,8 @@ class StageDocuments(Frontier):
         direct = np.where(new, ahead[source, wanted] + back[source, wanted], 0.0)
         self.values[:, FORWARD] += np.where(new, ahead[source, wanted], 0.0)
         self.values[:, BACKWARD] += np.where(new, back[source, wanted], 0.0)
-        self.values[:, SAVED if tensor.keeps else HELD] += np.where(new, copy[source, wanted], 0.0)
+        factor = np.where(wanted != source, 1.0, self.on_edges.read.get(name, 0.0))
+        self.values[:, SAVED if tensor.keeps else HELD] += np.where(new, factor * copy[source, wanted], 0.0)
         crossed = state >= 0
         if crossed.any() and tensor.node.op != "placeholder":
             lately, charged = columns[f"{name} lately"], columns[f"{name} charged"]

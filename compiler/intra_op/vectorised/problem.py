@@ -113,8 +113,8 @@ class CaseEdge:
     conversions: Conversions
     #: True if some consumer keeps its copy for the backward.
     copied: bool
-    #: Recompute modes in which what is wanted unconverted counts here, not at its producer.
-    whole_in: frozenset[str]
+    #: Recompute modes in which what is wanted unconverted counts here, not at its producer: how many bytes per byte.
+    whole_in: Mapping[str, float]
     #: Recompute modes in which copies stay until the backward.
     kept_in: frozenset[str]
     #: Recompute modes in which the backward converts again.
@@ -150,7 +150,9 @@ class CaseEdge:
     def _copies(self, mode: str) -> np.ndarray:
         if not self.copied:
             return self._nothing
-        return self.conversions.values if mode in self.whole_in else self.conversions.copies
+        copies = self.conversions.copies
+        whole = self.whole_in.get(mode)
+        return copies if whole is None else copies + whole * (self.conversions.values - copies)
 
     @property
     def _nothing(self) -> np.ndarray:

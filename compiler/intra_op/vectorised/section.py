@@ -19,7 +19,7 @@ from ...ir.graph import tensor_operands, types_of
 from ...ir.ops.loss import DEFERRED_SUM_FACTOR
 from ...ir.spec import Pair, Spec, replicated
 from ...plan.recompute import Recompute, recompute_of
-from ...rules import MeshChoice
+from ...rules import MeshChoice, rule_for
 from ..restriction import NO_RESTRICTION, Restriction
 from ..section import Sharing, State
 from ..section_builder import Given, SectionBuilder, Wanted, Where, keeps
@@ -292,6 +292,9 @@ class _Builder(SectionBuilder):
             pricer = self.cases.pricer(int(np.arange(self.cases.num)[rows][0]))
             extra = np.array([extra_saved_bytes(one, pricer, self.grad) for one in nodes])
             beside[rows] = extra[self.cases.extent_of][rows, None] / divisor[rows]
+        for k, factor in rule_for(node).kept_copies(node):
+            specs = [choice.inputs[k].value for choice in choices.choices]
+            beside += factor * self.pricer.local_bytes(types_of(tensor_operands(node)[k])[0], specs)
         if beside.any():
             for mode, re in self.recompute.items():
                 note(mode, node.name in re.heavy or keeps(node.name, re), beside)
@@ -358,7 +361,7 @@ class _Builder(SectionBuilder):
             (tuple(sources), tuple(targets)),
             self.cases.cache[key],
             name not in self.layering.static and any(saved for *_, saved in wanted),
-            frozenset(mode for mode in self.modes if name in self.on_edges[mode].read),
+            {mode: factor for mode in self.modes if (factor := self.on_edges[mode].read.get(name))},
             kept,
             again,
             self.modes,

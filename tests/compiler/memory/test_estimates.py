@@ -21,6 +21,7 @@ from meshwright.compiler.search.tables import tables_of
 from meshwright.costmodel.cluster import Cluster
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import scaled_dot_product_attention
 
 from tests.support.planning import make_plan
 from tests.support.zoo import ZOO
@@ -28,12 +29,43 @@ from tests.support.zoo import ZOO
 CLUSTER = Cluster.preset("dgx-a100-40")
 
 
+class Latent(nn.Module):
+    """Attention under a bool mask whose keys and values are halves of one tensor, of which the values alone are kept as
+    they are: all of it stays."""
+
+    def __init__(self, layers: int = 4, width: int = 256, heads: int = 8) -> None:
+        super().__init__()
+        self.heads = heads
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {"q": nn.Linear(width, width), "kv": nn.Linear(width, 2 * width), "o": nn.Linear(width, width)}
+            )
+            for _ in range(layers)
+        )
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            q, kv = (layer[name](x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for name in ("q", "kv"))
+            k, v = kv.chunk(2, dim=-1)
+            found = scaled_dot_product_attention(q, k.sigmoid(), v, attn_mask=mask)
+            x = x + layer["o"](found.transpose(1, 2).flatten(2))
+        return x.square().mean()
+
+
+def latent(batch: int, device: str, layers: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    with torch.device(device):
+        return Latent(layers), (torch.rand(batch, 128, 256), torch.ones(batch, 1, 128, 128, dtype=torch.bool))
+
+
+MODELS = {**ZOO, "latent": latent}
+
+
 def kept_by_rules_and_in_runs(
     monkeypatch: pytest.MonkeyPatch, name: str, strategy: str, mode: str, constraints: Sequence[str] = ()
 ) -> list[tuple[float, int, float, int]]:
     """By stage: bytes that the rules say of a microbatch in flight, and those that a run keeps; of these the tensors
     that it sends on, as the tables have them at the least, and as the run has them."""
-    graph = capture(*ZOO[name](64, device="meta", layers=4))
+    graph = capture(*MODELS[name](64, device="meta", layers=4))
     built: list[tuple[Any, Any, Any]] = []
     original = build_plan.plan_of_stages
 
@@ -61,7 +93,7 @@ def kept_by_rules_and_in_runs(
 
 
 @pytest.mark.parametrize("strategy", ["pp2,dp4", "pp2,tp4", "pp2,dp2,tp2"])
-@pytest.mark.parametrize("name", ["gpt", "llama", "gpt2", "mixtral", "vit"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "gpt2", "mixtral", "vit", "latent"])
 def test_rules_count_what_a_stage_keeps(monkeypatch: pytest.MonkeyPatch, name: str, strategy: str) -> None:
     """Tensor parallel stages too, whose ops read copies in other layouts: these stay, what they are copies of does not.
     What is sent on stays, and the tables know it."""

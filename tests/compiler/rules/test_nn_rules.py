@@ -335,6 +335,7 @@ def test_saves_are_what_autograd_keeps(case):
         out = target(*leaves)
     rule, sides = rule_for(node), {"input": [x.meta["type"] for x in tensor_operands(node)], "output": types_of(node)}
     told = sum(sides[side][k].nbytes for side, k in rule.saves(node)) + rule.temporary_bytes(node)
+    told += sum(factor * sides["input"][k].nbytes for k, factor in rule.kept_copies(node))
     assert out is not None
     assert told == pytest.approx(sum(kept.values()), rel=0.05)
 
