@@ -70,7 +70,13 @@ def least_makespan(
         if (played_s := float(times @ played) + messages_s) < best_s:
             best, best_s = played, played_s
         program.add_linear_constraint(makespan - _sum(times, seconds) >= messages_s / unit_s)
-        result = solver.solve()
+        try:
+            result = solver.solve()
+        except (
+            AttributeError,
+            RuntimeError,
+        ):  # GLOP gave its numbers up; OR-tools 9.15 fails to make the error of that
+            break
         if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
             break
         values = result.variable_values()

@@ -141,7 +141,8 @@ class _Program:
 
     def solve(
         self, solver: mathopt.SolverType, remaining_s: float, hint: Sequence[int] | None = None
-    ) -> mathopt.SolveResult:
+    ) -> mathopt.SolveResult | None:
+        """The result of a solver; None where it gave its numbers up."""
         parameters = mathopt.SolveParameters()
         if solver != mathopt.SolverType.GLOP:
             parameters.relative_gap_tolerance = parameters.absolute_gap_tolerance = TOLERANCE / 10
@@ -152,7 +153,10 @@ class _Program:
             values = {self.variables[c]: 0.0 for c in range(self.num_whole)}
             values |= {self.variables[ids[c]]: 1.0 for ids, c in zip(self.x, hint)}
             model_parameters.solution_hints.append(mathopt.SolutionHint(variable_values=values))
-        return mathopt.solve(self.model, solver, params=parameters, model_params=model_parameters)
+        try:
+            return mathopt.solve(self.model, solver, params=parameters, model_params=model_parameters)
+        except (AttributeError, RuntimeError):  # OR-tools 9.15 fails to make the error of that
+            return None
 
     def demand_whole(self, expected_s: float) -> None:
         """Make x integer, and scale an optimum of about ``expected_s`` so that absolute tolerances do no harm."""
@@ -237,11 +241,11 @@ def solve_ilp(
     )
     program = _Program(small, limit_bytes, seconds_unit or 1.0)
     relaxed = program.solve(mathopt.SolverType.GLOP, stop - time.perf_counter())
-    reason = relaxed.termination.reason
+    reason = None if relaxed is None else relaxed.termination.reason
     if reason == mathopt.TerminationReason.INFEASIBLE and not incumbents:
         return infeasible()
     bound = lower
-    if reason == mathopt.TerminationReason.OPTIMAL:
+    if relaxed is not None and reason == mathopt.TerminationReason.OPTIMAL:
         bound = max(bound, relaxed.termination.objective_bounds.dual_bound * program.seconds_unit)
         choice, whole = program.rounded(relaxed)
         if offer(restore(choice)) and whole:
@@ -251,6 +255,7 @@ def solve_ilp(
             return answer(bound, "optimal")
     position = [{int(c): j for j, c in enumerate(idx)} for idx in original]
     program.demand_whole(bound)
+    stopped_by = "time limit"
     for _ in range(_NUM_CUTS):
         if time.perf_counter() >= stop:
             break
@@ -258,6 +263,9 @@ def solve_ilp(
         inside = known is not None and all(c in at for c, at in zip(known, position))
         start_from = [at[c] for c, at in zip(known, position)] if known is not None and inside else None
         result = program.solve(mathopt.SolverType.HIGHS, stop - time.perf_counter(), start_from)
+        if result is None:
+            stopped_by = "numerical trouble"
+            break
         reason = result.termination.reason
         if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
             return answer(bound, "optimal") if incumbents else infeasible()
@@ -279,4 +287,4 @@ def solve_ilp(
         raise TimeoutError(
             f"no assignment within {limit_bytes:.0f} bytes was found in {time_limit_s} s; allow more time or bytes"
         )
-    return answer(bound, "time limit")
+    return answer(bound, stopped_by)

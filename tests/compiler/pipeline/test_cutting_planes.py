@@ -7,6 +7,7 @@ import pytest
 from meshwright.compiler.pipeline.cutting_planes import least_makespan
 from meshwright.compiler.pipeline.families import generate
 from meshwright.compiler.pipeline.simulate import simulate
+from ortools.math_opt.python import mathopt
 
 CASES = [("1f1b", 3, 5, 1), ("interleaved", 2, 4, 3), ("zb-h1", 3, 6, 1), ("zb-v", 2, 5, 2), ("zb-v", 4, 6, 2)]
 
@@ -70,3 +71,21 @@ def test_every_round_gives_a_bound():
     found = [least_makespan(schedule, kinds, likely, rows, rows @ likely, ahead, back, n) for n in (1, 5, 20, 100)]
     assert found == sorted(found)
     assert found[0] < 0.99 * found[-1]
+
+
+def test_a_solver_that_gives_up_leaves_the_bound_of_the_rounds_before(monkeypatch):
+    schedule, kinds, likely, ahead, back = problem("zb-v", 4, 8, 2, seed=4)
+    rows = np.tile(np.eye(schedule.num_virtual), 3)
+    asked = schedule, kinds, likely, rows, rows @ likely, ahead, back
+    expected, rounds = least_makespan(*asked, 5), []
+    original = mathopt.IncrementalSolver.solve
+
+    def solve(self):
+        rounds.append(self)
+        if len(rounds) > 5:  # what OR-tools 9.15 makes of ABNORMAL
+            raise AttributeError("'StatusNotOk' object has no attribute 'canonical_code'")
+        return original(self)
+
+    monkeypatch.setattr(mathopt.IncrementalSolver, "solve", solve)
+    assert least_makespan(*asked, 100) == expected > 0
+    assert len(rounds) == 6

@@ -25,6 +25,7 @@ from meshwright.compiler.intra_op.solver.problem import (
     minimum_bytes_problem,
     restrict,
 )
+from ortools.math_opt.python import mathopt
 
 from tests.oracles.assignment import brute_force_assignment
 
@@ -239,6 +240,27 @@ def test_a_time_limit_returns_the_best_found_and_what_is_proven():
     assert hinted.gap > 0
     assert hinted.bound <= optimum.seconds <= hinted.seconds * (1 + 1e-9)
     assert hinted.seconds <= evaluate(problem, lean)[0]
+
+
+@pytest.mark.parametrize("gives_up", [("GLOP",), ("GLOP", "HIGHS")])
+def test_a_solver_that_gives_up_is_no_error(monkeypatch, gives_up):
+    problem, limit = memory_bound()
+    optimum, lean = solve_ilp(problem, limit), solve(minimum_bytes_problem(problem)).choice
+    original = mathopt.solve
+
+    def attempt(model, solver, **rest):
+        if solver.name in gives_up:  # what OR-tools 9.15 makes of ABNORMAL
+            raise AttributeError("'StatusNotOk' object has no attribute 'canonical_code'")
+        return original(model, solver, **rest)
+
+    monkeypatch.setattr(mathopt, "solve", attempt)
+    found = solve_ilp(problem, limit, hint=lean)
+    if len(gives_up) == 1:
+        assert found.seconds == pytest.approx(optimum.seconds)
+        assert found.stop_reason == "optimal"
+    else:
+        assert found.stop_reason == "numerical trouble"
+        assert found.bound <= optimum.seconds <= found.seconds <= evaluate(problem, lean)[0]
 
 
 def test_no_answer_in_time_is_an_error_that_says_so():
