@@ -30,7 +30,6 @@ aten = torch.ops.aten
 
 class _Attention(torch.autograd.Function):
     """The allocations of attention: the output in the query's layout, and gradients with heads and positions swapped.
-    On GPUs the output of the kernel for masks, and for values of another width, has them swapped, too.
 
     A fused kernel keeps the log-sum-exp of every row. Other kernels write the scores, keep the probabilities, and
     allocate the gradients of both in the backward.
@@ -44,15 +43,12 @@ class _Attention(torch.autograd.Function):
         value: torch.Tensor,
         mask: torch.Tensor | None,
         writes_scores: bool,
-        on_cpu: bool,
     ) -> torch.Tensor:
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.empty(mask.shape, dtype=query.dtype, device="meta")
         out = torch.empty_like(query)
         if value.shape[-1] != query.shape[-1]:
             out = query.new_empty([*query.shape[:-1], value.shape[-1]])
-        if not (on_cpu or writes_scores) and (mask is not None or value.shape[-1] != query.shape[-1]):
-            out = out.new_empty(out.transpose(1, 2).shape).transpose(1, 2)
         if writes_scores:
             scores = query.new_empty([*query.shape[:-1], key.shape[-2]])
             beside = torch.empty_like(scores)
@@ -75,7 +71,7 @@ class _Attention(torch.autograd.Function):
         gradients.append(None)
         if ctx.needs_input_grad[3]:  # of every score, summed where the mask is broadcast
             gradients[3] = query.new_empty([*query.shape[:-1], key.shape[-2]]).sum_to_size(mask.shape)
-        return (*gradients, None, None)
+        return (*gradients, None)
 
 
 def attention_stand_in(writes_scores: bool, on_cpu: bool = True) -> Callable[..., torch.Tensor]:
@@ -88,7 +84,7 @@ def attention_stand_in(writes_scores: bool, on_cpu: bool = True) -> Callable[...
     ) -> torch.Tensor:  # fmt: skip
         if query.dim() != 4 or (on_cpu and attn_mask is not None and attn_mask.requires_grad):
             return aten.scaled_dot_product_attention.default(query, key, value, attn_mask, *rest, **kwargs)
-        return _Attention.apply(query, key, value, attn_mask, writes_scores, on_cpu)
+        return _Attention.apply(query, key, value, attn_mask, writes_scores)
 
     return attention
 
