@@ -3,8 +3,8 @@
 Tensors live on the ``meta`` device, so a run costs microseconds per op and no memory. A ``Tracker`` sees every op of
 forward and backward below autograd, and each new storage until it is let go. Where a meta tensor takes another way than
 a real one, a stand-in does what the real kernel would: fused attention keeps its log-sum-exp, experts get equally many
-tokens each, autograd adds a second gradient into the first one's storage where nobody else reads it, and the CPU's
-convolutions hold copies in another layout for a moment.
+tokens each (all of them, or a few where there are many), autograd adds a second gradient into the first one's storage
+where nobody else reads it, and the CPU's convolutions hold copies in another layout for a moment.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ from .kernel_workspace import attention_stand_in, convolution_workspace
 __all__ = ["AbstractComm", "Memo", "Tracker", "allocation_cause", "with_stand_ins"]
 
 aten = torch.ops.aten
+
+
+#: Experts of a device that get tokens: what a run takes grows with them, and what it counts hardly depends on them.
+MOST_EXPERTS = 16
 
 
 class Tracker(TorchDispatchMode):
@@ -66,6 +70,7 @@ class Tracker(TorchDispatchMode):
         self.live: dict[int, list[Any]] = {}  # storage → [weak reference, bytes, cause]
         self.in_backward = False  # whether the engine's sums of gradients may come
         self.expert_blocks = 1  # over how many devices the experts of the op that runs are spread
+        self.token_blocks = 1  # over how many of those rows travel to them
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
@@ -158,12 +163,14 @@ class Tracker(TorchDispatchMode):
         return made[0] if single else tuple(made)
 
     def _balanced(self, picks: int, bins: int) -> torch.Tensor:
-        """The tokens of each expert on this device if ``picks`` choices are spread evenly; the last bin counts those of
-        other devices."""
-        experts = bins - 1
-        local = picks // self.expert_blocks
-        counts = [local // experts + (e < local % experts) for e in range(experts)]
-        return torch.tensor([*counts, picks - local])
+        """The tokens of each expert on this device if ``picks`` choices are spread evenly over devices, and on each over
+        the first ``MOST_EXPERTS``; the last bin counts those of other devices."""
+        experts, local = bins - 1, picks // self.expert_blocks
+        block = experts // self.token_blocks
+        chosen = [e for e in range(experts) if e % block < MOST_EXPERTS]
+        counts = dict.fromkeys(range(experts), 0)
+        counts |= {e: local // len(chosen) + (k < local % len(chosen)) for k, e in enumerate(chosen)}
+        return torch.tensor([*counts.values(), picks - local])
 
 
 def _workspace_bytes(func: Any, args: Any, out: Any) -> int:
@@ -254,6 +261,7 @@ def _in_place_counts() -> tuple[int, int] | None:
 def _experts(tracker: Tracker, mesh_shape: Sequence[int]) -> Callable[..., torch.Tensor]:
     def experts(*args: Any, **kwargs: Any) -> torch.Tensor:
         tracker.expert_blocks = prod(mesh_shape[axis] for axis in kwargs.get("expert_axes", ()))
+        tracker.token_blocks = prod(mesh_shape[axis] for axis in kwargs.get("dispatch_axes", ()))
         return local_ops.experts(*args, **kwargs)
 
     return experts

@@ -22,7 +22,7 @@ from meshwright.compiler.errors import StageError
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.layers import differentiable_nodes
 from meshwright.compiler.ir.graph import op_name
-from meshwright.compiler.memory import kernel_workspace
+from meshwright.compiler.memory import abstract_run, kernel_workspace
 from meshwright.compiler.memory.abstract_run import Tracker
 from meshwright.compiler.memory.buffers import update_bytes
 from meshwright.compiler.memory.kernel_workspace import attention_stand_in
@@ -32,7 +32,7 @@ from meshwright.compiler.rules import mesh_choices
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.memory import OPTIMIZER_STATE
-from meshwright.models.architectures import GPT
+from meshwright.models.architectures import GPT, Experts
 from meshwright.runtime.parameters.gradients import GradientReducer
 from meshwright.runtime.profiling.memory_meter import live_bytes, storages_alive
 from torch import nn
@@ -386,3 +386,32 @@ def test_weights_in_parts_take_their_share(graph_of_gpt, pattern: str) -> None:
     assert found["activations"] == pytest.approx(before["activations"], rel=0.1)
     if pattern == "zero3":  # what is gathered
         assert found["temporary"] > before["temporary"]
+
+
+class Routed(nn.Module):
+    """Many experts, of which each token goes through two."""
+
+    def __init__(self, hidden: int = 128, num_experts: int = 64) -> None:
+        super().__init__()
+        self.before, self.experts = nn.Linear(hidden, hidden), Experts(hidden, 4 * hidden, num_experts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.experts(self.before(x))).square().mean()
+
+
+@pytest.mark.parametrize("labels", ["batch", "expert", "dispatch"])
+def test_a_few_experts_that_get_all_tokens_take_as_much_as_many(monkeypatch: pytest.MonkeyPatch, labels: str) -> None:
+    with torch.device("meta"):
+        model, x = Routed(), torch.rand(64, 256, 128)
+    strategy = {"batch": "dp8", "expert": "tp8"}.get(labels)
+    constraints = () if labels == "batch" else ("stages = 1", f"split experts* by {labels}")
+    plan = mw.plan(
+        model, "dgx-a100-40", example_inputs=(x,), strategy=strategy, microbatches=1, constraints=constraints
+    )  # fmt: skip
+    graph = capture(model, (x,))
+    found = []
+    for most in (4, 16, 64):
+        monkeypatch.setattr(abstract_run, "MOST_EXPERTS", most)
+        found.append(sum(stage_memory(graph, plan, 0).values()))
+    assert found == sorted(found, reverse=True)
+    assert found[1] == pytest.approx(found[2], rel=0.02)
