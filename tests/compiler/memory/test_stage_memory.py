@@ -399,19 +399,15 @@ class Routed(nn.Module):
         return (x + self.experts(self.before(x))).square().mean()
 
 
-@pytest.mark.parametrize("labels", ["batch", "expert", "dispatch"])
-def test_a_few_experts_that_get_all_tokens_take_as_much_as_many(monkeypatch: pytest.MonkeyPatch, labels: str) -> None:
+@pytest.mark.parametrize("label", ["token", "dispatch"])
+def test_a_few_experts_that_get_all_tokens_take_as_much_as_many(monkeypatch: pytest.MonkeyPatch, label: str) -> None:
     with torch.device("meta"):
-        model, x = Routed(), torch.rand(64, 256, 128)
-    strategy = {"batch": "dp8", "expert": "tp8"}.get(labels)
-    constraints = () if labels == "batch" else ("stages = 1", f"split experts* by {labels}")
-    plan = mw.plan(
-        model, "dgx-a100-40", example_inputs=(x,), strategy=strategy, microbatches=1, constraints=constraints
-    )  # fmt: skip
-    graph = capture(model, (x,))
-    found = []
-    for most in (4, 16, 64):
+        model, x = Routed(), torch.rand(512, 1024, 128)
+    constraints = ("stages = 1", f"split experts* by {label}")
+    plan = mw.plan(model, "dgx-a100-40", example_inputs=(x,), microbatches=1, constraints=constraints)
+    graph, found = capture(model, (x,)), []
+    for most in (1, 16, 64):
         monkeypatch.setattr(abstract_run, "MOST_EXPERTS", most)
         found.append(sum(stage_memory(graph, plan, 0).values()))
-    assert found == sorted(found, reverse=True)
-    assert found[1] == pytest.approx(found[2], rel=0.02)
+    assert found[0] > 1.02 * found[2]
+    assert found[1] == pytest.approx(found[2], rel=0.002)
