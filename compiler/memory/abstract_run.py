@@ -163,8 +163,8 @@ class Tracker(TorchDispatchMode):
         return made[0] if single else tuple(made)
 
     def _balanced(self, picks: int, bins: int) -> torch.Tensor:
-        """The tokens of each expert on this device if ``picks`` choices are spread evenly over devices, and on each over
-        the first ``MOST_EXPERTS``; the last bin counts those of other devices."""
+        """The tokens of each expert on this device if ``picks`` choices are spread evenly: over devices, and on each
+        over its first ``MOST_EXPERTS``. The last bin counts those of other devices."""
         experts, local = bins - 1, picks // self.expert_blocks
         block = experts // self.token_blocks
         chosen = [e for e in range(experts) if e % block < MOST_EXPERTS]
