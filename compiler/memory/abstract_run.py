@@ -70,7 +70,7 @@ class Tracker(TorchDispatchMode):
         self.live: dict[int, list[Any]] = {}  # storage → [weak reference, bytes, cause]
         self.in_backward = False  # whether the engine's sums of gradients may come
         self.expert_blocks = 1  # over how many devices the experts of the op that runs are spread
-        self.token_blocks = 1  # over how many of those rows travel to them
+        self.token_blocks = 1  # between how many devices rows travel to their experts
 
     @contextmanager
     def repeating(self) -> Iterator[None]:

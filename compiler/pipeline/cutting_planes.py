@@ -72,10 +72,7 @@ def least_makespan(
         program.add_linear_constraint(makespan - _sum(times, seconds) >= messages_s / unit_s)
         try:
             result = solver.solve()
-        except (
-            AttributeError,
-            RuntimeError,
-        ):  # GLOP gave its numbers up; OR-tools 9.15 fails to make the error of that
+        except (AttributeError, RuntimeError):  # GLOP gave up; OR-tools 9.15 fails to make the error of that
             break
         if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
             break

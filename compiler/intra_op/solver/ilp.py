@@ -142,7 +142,7 @@ class _Program:
     def solve(
         self, solver: mathopt.SolverType, remaining_s: float, hint: Sequence[int] | None = None
     ) -> mathopt.SolveResult | None:
-        """The result of a solver; None where it gave its numbers up."""
+        """The result of a solver; None where it gave up."""
         parameters = mathopt.SolveParameters()
         if solver != mathopt.SolverType.GLOP:
             parameters.relative_gap_tolerance = parameters.absolute_gap_tolerance = TOLERANCE / 10
