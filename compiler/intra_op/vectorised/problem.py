@@ -47,6 +47,7 @@ class Conversions:
     ) -> None:
         self.pricer, self.kind, self.sources, self.targets = pricer, kind, sources, targets
         self.grad, self.is_placeholder, self.late, self.independent = grad, is_placeholder, late, independent
+        self.known: dict[float, np.ndarray] = {}  # what ``kept`` has made
 
     @cached_property
     def ahead(self) -> np.ndarray:
@@ -88,6 +89,13 @@ class Conversions:
         moved = np.array([[s.value != t.value for t in self.targets] for s in self.sources], dtype=bool)
         copies: np.ndarray = np.where(moved.reshape(len(self.sources), len(self.targets)), self.values, 0.0)
         return copies
+
+    def kept(self, whole: float) -> np.ndarray:
+        """[num, sources, targets] bytes of the converted value, and ``whole`` times those of one that stays as it is.
+        Equal questions get the same array."""
+        if whole not in self.known:
+            self.known[whole] = self.copies + whole * (self.values - self.copies) if whole else self.copies
+        return self.known[whole]
 
     @cached_property
     def values(self) -> np.ndarray:
@@ -150,9 +158,7 @@ class CaseEdge:
     def _copies(self, mode: str) -> np.ndarray:
         if not self.copied:
             return self._nothing
-        copies = self.conversions.copies
-        whole = self.whole_in.get(mode)
-        return copies if whole is None else copies + whole * (self.conversions.values - copies)
+        return self.conversions.kept(self.whole_in.get(mode, 0.0))
 
     @property
     def _nothing(self) -> np.ndarray:

@@ -125,7 +125,8 @@ def merged_below(section: CaseSection, classes: Sequence[int]) -> tuple[CaseSect
 def _edge_key(edge: CaseEdge) -> Hashable:
     """The key that tells tensors apart, but for the seconds and bytes of their conversions."""
     pairs = tuple(id(pair) for pairs in edge.states for pair in pairs), len(edge.states[0])
-    return pairs, edge.source.tobytes(), edge.copied, edge.kept_in, edge.again_in, edge.floor
+    whole = tuple(edge.whole_in.items())
+    return pairs, edge.source.tobytes(), edge.copied, whole, edge.kept_in, edge.again_in, edge.floor
 
 
 def _merged(
@@ -194,8 +195,9 @@ def _summed(several: Sequence[tuple[Conversions, int]]) -> Conversions:
     if len(several) == 1 and several[0][1] == 1:
         return several[0][0]
     made = copy(several[0][0])
-    names = "ahead", "back", "seconds", "copies"
+    names = "ahead", "back", "seconds", "copies", "values"
     made.__dict__.update({name: sum(getattr(one, name) * number for one, number in several) for name in names})
+    made.known = {}
     return made
 
 
