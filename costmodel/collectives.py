@@ -96,11 +96,10 @@ class AxisPrice:
         """
         if self.size == 1:
             return 0.0
-        found = inf
+        found, most = inf, min(largest, counted)
         for pieces in self.pieces_of(kind):
             for (start, a, b), (end, *_) in pairwise((*pieces, (inf, 0.0, 0.0))):
                 if start <= largest and smallest < end:  # α is spread widest at a piece's end
-                    most = min(largest, counted)
                     found = min(found, a / (end if end < most else most * factor) + b)
         return found
 

@@ -34,16 +34,7 @@ from ..rules import rule_for
 from .pricing import MeshPricer, gradient_type
 from .saved_tensors import saved_of
 
-__all__ = [
-    "MOST_COUNTED",
-    "GatherUse",
-    "LayerGather",
-    "LayerReads",
-    "gather_seconds",
-    "layer_gathers",
-    "part_factor",
-    "scatter_seconds",
-]  # fmt: skip
+__all__ = ["GatherUse", "LayerGather", "LayerReads", "gather_seconds", "layer_gathers", "scatter_seconds"]
 
 
 @dataclass(frozen=True)
@@ -62,11 +53,6 @@ class LayerGather:
 MOST_COUNTED = 2**25
 
 
-def part_factor(kind: TensorType) -> float:
-    """How much larger a weight is than it counts."""
-    return max(1.0, kind.numel / MOST_COUNTED)
-
-
 @dataclass(frozen=True)
 class GatherUse:
     """A layer that reads a weight."""
@@ -77,6 +63,10 @@ class GatherUse:
     counted: int
     #: True if the backward is sure to gather the weight once more.
     again: bool
+
+    def spread(self, kind: TensorType, element_bytes: float) -> tuple[float, float, float]:
+        """(largest, counted, factor) of ``AxisPrice.least_rate`` for a weight of this type."""
+        return self.largest * element_bytes, self.counted * element_bytes, max(1.0, kind.numel / MOST_COUNTED)
 
 
 def layer_gathers(

@@ -35,7 +35,7 @@ from ..ir.spec import P, Pair, R, S, Spec, without_partials
 from ..plan.plan import BUCKET_BYTES, ParameterSharding
 from ..plan.tensor_codecs import coder_seconds, wire_share
 from .gradient_reduction import Bucket, Gradient, make_buckets
-from .layer_gathers import GatherUse, part_factor
+from .layer_gathers import GatherUse
 from .pricing import MeshPricer, gradient_type, partial_axes
 
 __all__ = [
@@ -206,8 +206,7 @@ def _shares(
 
     def share(collective: str, sent: TensorType, use: GatherUse, codings: float) -> float:
         each = sent.dtype.itemsize * wire_share(code, sent)
-        spread = use.largest * each, use.counted * each, part_factor(kind)
-        seconds = elements * each * pricer.message_rate(collective, axes, elements * each, *spread)
+        seconds = elements * each * pricer.message_rate(collective, axes, elements * each, *use.spread(kind, each))
         return seconds + elements * codings * coder_seconds(code, sent, pricer.device)
 
     gathers = [share("all_gather", kind, use, 1 + 1 / parts) for use in uses]

@@ -168,9 +168,10 @@ class Tracker(TorchDispatchMode):
         experts, local = bins - 1, picks // self.expert_blocks
         block = experts // self.token_blocks
         chosen = [e for e in range(experts) if e % block < MOST_EXPERTS]
-        counts = dict.fromkeys(range(experts), 0)
-        counts |= {e: local // len(chosen) + (k < local % len(chosen)) for k, e in enumerate(chosen)}
-        return torch.tensor([*counts.values(), picks - local])
+        counts = [0] * experts
+        for k, e in enumerate(chosen):
+            counts[e] = local // len(chosen) + (k < local % len(chosen))
+        return torch.tensor([*counts, picks - local])
 
 
 def _workspace_bytes(func: Any, args: Any, out: Any) -> int:

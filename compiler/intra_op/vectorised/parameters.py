@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...cost.layer_gathers import GatherUse, part_factor
+from ...cost.layer_gathers import GatherUse
 from ...cost.parameter_sharding import PATTERNS, with_summed_gradient
 from ...ir.graph import TensorType
 from ...ir.spec import P, Pair, R
@@ -187,8 +187,7 @@ class _Table:
             return np.zeros_like(whole)
         code = self.cases.communication.weights
         each = sent.dtype.itemsize * wire_share(code, sent)
-        spread = use.largest * each, use.counted * each, part_factor(self.kind)
-        rate = self.pricer.tariff(mask, collective).least_rate(whole * each, *spread)
+        rate = self.pricer.tariff(mask, collective).least_rate(whole * each, *use.spread(self.kind, each))
         return whole * each * rate + coded * self.pricer.coder_seconds(code, sent)
 
     def _added(self, pair: Pair, shared: int, dim: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from meshwright.compiler.cost.layer_gathers import GatherUse
+from meshwright.compiler.cost.layer_gathers import GatherUse, LayerReads
 from meshwright.compiler.cost.parameter_sharding import (
     PATTERNS,
     accumulate_seconds,
@@ -21,7 +21,8 @@ from meshwright.compiler.cost.parameter_sharding import (
     unfilled_messages,
 )
 from meshwright.compiler.cost.pricing import MeshPricer
-from meshwright.compiler.frontend.layers import cluster_layers
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.frontend.layers import cluster_layers, differentiable_nodes
 from meshwright.compiler.intra_op.restriction import Restriction
 from meshwright.compiler.intra_op.section import StageContext, label
 from meshwright.compiler.intra_op.stage import describe_stage, solve_section
@@ -30,6 +31,8 @@ from meshwright.compiler.ir.spec import local_shape, parse_pair, parse_spec
 from meshwright.compiler.plan.plan import BUCKET_BYTES, ParameterSharding
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.measured import CollectiveMeasurement, Piece
+from meshwright.models.architectures import Experts
+from torch import nn
 
 from tests.oracles.scalar_composer import Composer
 from tests.support.graphs import graph_of
@@ -152,6 +155,36 @@ def test_a_frozen_parameter_costs_gathers_alone():
     assert sharding_bytes(pricer, WEIGHT, cut, False) == {
         "parameters": WEIGHT.nbytes / 4, "gradients": 0.0, "optimizer": 0.0,
     }  # fmt: skip
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.experts = nn.Linear(2048, 2048), Experts(2048, 8192, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts(self.small(x)).mean()
+
+
+def test_a_small_weight_beside_experts_pays_for_its_message():
+    """Gathered over many devices it takes what it takes, and experts, which could travel with it, seldom do. All shares
+    together are no more than one message of all."""
+    with torch.device("meta"):
+        model, x = Routed(), torch.rand(64, 16, 2048)
+    graph = capture(model, (x,))
+    ops, weights = graph.ops(), list(graph.placeholders("parameter"))
+    reads = LayerReads(ops, {node.name: 0 for node in ops}, differentiable_nodes(graph))
+    pricer, shares = MeshPricer(Cluster.preset("dgx-h100:256"), 0, (2048,)), {}
+    for node in weights:
+        kind = node.meta["type"]
+        found = dict(shardings_by_pattern(kind, parse_pair("R|P"), (2048,), True))
+        if "zero3" in found:
+            price = sharding_seconds(pricer, kind, found["zero3"], uses=reads.of(node))
+            shares[kind.numel] = price.gather_forward_s, pricer.message_seconds("all_gather", (0,), kind.nbytes)
+    together = pricer.message_seconds("all_gather", (0,), sum(node.meta["type"].nbytes for node in weights))
+    assert sum(share for share, _ in shares.values()) <= together * (1 + 1e-9)
+    share, alone = shares[2048 * 2048]
+    assert 0.1 * alone <= share <= alone
 
 
 # ---- sections and stages
