@@ -16,6 +16,15 @@ with f and b the forward and the backward alone, and w a way there and back (zb-
 The last line is of a stage that holds q_k ≤ m microbatches: before its first backward, which comes w_c of all later
 stages after its first forward, it has q_k forwards to do at most, and waits for the rest of that time.
 
+With its work per step σ_k a group takes m T_k + σ_k − h. What hides beside the last backward, h, is at most the overlap
+o of that backward, and o of the sums ρ_k of whole gradients. So for every ω in [0, 1], with β = o (1 − ω) ::
+
+    m T_k + σ_k − h ≥ (m − β) v_k + β f_k,  v_k the least of t + (σ − o ω ρ) / (m − β) over all choices
+
+Weights that the first and the last group hold are exchanged when the last backward of the first has ended, which ends
+every microbatch's way there and back (but under zb-v, where one group is both): at least W of the paces, and then the
+exchange.
+
 A level (λ, μ), seconds per resident byte and per saved byte, says t_c + λ r_c + μ s_c ≥ value_c for every choice. At
 some time group k holds h_c microbatches of each of its chunks, so that Σ (r_c + h_c s_c) ≤ M, and with θ_c = min(1,
 λ h_c / μ)
@@ -79,10 +88,11 @@ class MeshTable:
     value: the least of t + byte · resident + saved_byte · saved of any choice; pace: the least seconds whatever the
     bytes; trip: these without the gradients of weights; forward, backward: of these alone; peak: the bytes that a run
     of layers takes beside at some time, whatever is chosen; actions_s: the part of each pace that a stage takes once,
-    where all else is a sum over its layers, so that levels may be mixed (None: they may not). with_step: the least of
-    the seconds with the work per step, divided by the microbatches, whatever the bytes (None: not known); overlap: the
-    most of a microbatch's backward that work per step may run beside. constraints: on the cuts. entry, behind: by site
-    and border, the least seconds of a message ahead and of one back.
+    where all else is a sum over its layers, so that levels may be mixed (None: they may not). works: (share, value),
+    bounds on all work of a step by the share of a microbatch's backward that they leave out (``least_work``); tied_s:
+    by number of groups, the least seconds at the end of a step to exchange weights that the first and the last of them
+    hold (None: not known). constraints: on the cuts. entry, behind: by site and border, the least seconds of a message
+    ahead and of one back.
     """
 
     table: PipelineTable
@@ -99,8 +109,8 @@ class MeshTable:
     hosts: Sequence[int]
     whole: bool = True
     actions_s: float | None = None
-    with_step: Floats | None = None  # [L, L + 1]
-    overlap: float = 0.0
+    works: Sequence[tuple[float, Floats]] = ()
+    tied_s: Floats | None = None
     constraints: StageConstraints = field(default_factory=StageConstraints)
     entry: Floats | None = None  # [sites, L + 1], as ``behind``
     behind: Floats | None = None
@@ -171,14 +181,13 @@ class MeshTable:
 
     def least_work(self, m: int) -> Floats:
         """[L, L + 1] the least seconds of m microbatches and the end of the step, less what may run beside the last
-        backward.
+        backward (``works``)."""
+        bounds = [(m - beside) * value + beside * self.forward for beside, value in self.works]
+        return np.maximum.reduce([m * self.pace, *bounds])
 
-        With a stage's seconds t, its forward f, its work per step σ and the overlap o it takes m t + σ − o (t − f) or
-        more, and m t: where that is less, t is so large that the first is at least (m t + σ + o f) / (1 + o / m).
-        """
-        if self.with_step is None:
-            return m * self.pace
-        return np.maximum(m * self.pace, (m * self.with_step + self.overlap * self.forward) / (1 + self.overlap / m))
+    def tied(self, groups: int) -> Floats:
+        """[groups + 1] ``tied_s``, 0 if it is not known."""
+        return np.zeros(groups + 1) if self.tied_s is None else self.tied_s[: groups + 1]
 
     def least_seconds(self, flight: int) -> Floats:
         """[L, L + 1] the least seconds per microbatch of a stage with so many in flight."""
@@ -259,7 +268,7 @@ def mesh_bound(mesh: MeshTable, m: int, groups: int) -> float:
 
 def _mean_work(mesh: MeshTable, m: int) -> float:
     """The least sum of ``least_work`` of all layers; 0 where that says no more than ``_mean_load``."""
-    if mesh.with_step is None:
+    if not mesh.works:
         return 0.0
     return float(_least_sums(np.where(mesh.allowed, mesh.least_work(m), inf)))
 
@@ -284,7 +293,7 @@ def least_paths(mesh: MeshTable, m: int, most: Mapping[str, int]) -> dict[str, F
     """By schedule, [most + 1] the least W of pipelines of so many stages, on lower bounds of these."""
     seconds, count = cache(mesh.least_seconds), max(most.values(), default=0)
     work = np.where(mesh.allowed, mesh.least_work(m), inf)
-    works = [_paths([(work, mesh.forward)] * count)] if mesh.with_step is not None else []  # else heads are no less
+    works = [_paths([(work, mesh.forward)] * count)] if mesh.works else []  # else heads are no less
     # A microbatch's way there and back, without the gradients of weights where these may wait: nothing but the first
     # stage's work per step follows on it, so values that have more of that in them bound what begins with the forwards
     # before a stage and ends with its own work.
@@ -306,7 +315,7 @@ def least_paths(mesh: MeshTable, m: int, most: Mapping[str, int]) -> dict[str, F
     found = {}
     for name, groups in most.items():
         found[name] = _paths(stage(name, left) for left in range(1, groups + 1))
-        for least in (trips[is_split(name)], *works) if name != PIPEDREAM else ():
+        for least in (trips[is_split(name)] + mesh.tied(count), *works) if name != PIPEDREAM else ():
             found[name] = np.maximum(found[name], least[: groups + 1])
     return found
 
@@ -338,7 +347,7 @@ def case_bounds(mesh: MeshTable, m: int, cases: Sequence[PipelineCase]) -> list[
             m * _mean_load(mesh, case.groups),
             ends / case.groups,
             m * float(slowest[case.groups * case.chunks]),
-            trips[case.schedule],
+            trips[case.schedule] + (0.0 if case.schedule == "zb-v" else float(mesh.tied(case.groups)[-1])),
         )
         for case in cases
     ]

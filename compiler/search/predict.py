@@ -312,6 +312,16 @@ def tied_seconds(
     return once
 
 
+def least_tied_seconds(
+    graph: Graph, cluster: Cluster, node: Node, pieces: int, first: Sequence[int], last: Sequence[int]
+) -> float:
+    """The least that ``tied_seconds`` says of a parameter that two stages hold on equally many devices, each of which
+    holds at least one of so many pieces of it."""
+    kind, num = node.meta["type"], len(first)
+    up = p2p_seconds(cluster, last[0], first[-1], gradient_type(kind, graph.mixed).nbytes / pieces, num)
+    return up + p2p_seconds(cluster, first[-1], last[0], kind.nbytes / pieces, num)
+
+
 def simulate_plan(plan: Plan) -> Simulation:
     """The schedule on the clock with the plan's own predicted seconds."""
     stages = plan.prediction.stages

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush, heapreplace
-from math import inf, isfinite
+from math import inf, isfinite, prod
 from operator import attrgetter
 
 import numpy as np
@@ -33,8 +33,9 @@ from ..pipeline.regular import (
 )
 from ..pipeline.regular_solver import RegularAnswer, close_bound, played_bound, solve_case
 from ..pipeline.stage_dp import bound_of
-from ..pipeline.table import PipelineTable
+from ..pipeline.table import Floats, PipelineTable
 from .lower_bounds import LARGEST_MULTIPLIER, NO_MULTIPLIER
+from .predict import least_tied_seconds
 from .space import CHUNKED, Submesh, stays_inside
 from .state import INTERRUPTED, MIN_HIDDEN_FRACTION, Candidate, SearchState
 from .tables import BOUND_TOLERANCE, tables_of
@@ -49,6 +50,7 @@ LIFTED_AT_ONCE = 32  # whose first bounds are
 MAX_IRREGULAR_LAYERS, MAX_IRREGULAR_DEVICES = 48, 16  # of a request whose irregular plans are always looked for
 CLOCK_TOLERANCE = 1.05  # by which the clock may be wrong
 MAX_CANDIDATES = 24  # that are offered
+HIDDEN_PARTS = (0.5, 1.0)  # ω of ``pipeline/regular``
 MAX_LOWERED = 0.005  # of a bound: what may be taken off for work that overlaps
 
 
@@ -132,6 +134,7 @@ class RegularSearch:
         #: (count, mesh) whose fastest choices do not always fit, though the leanest leave most of the memory free
         self._tight: set[tuple[int, int]] = set()
         self._overlapping: dict[int, bool] = {}  # by microbatch count, see ``_overlaps``
+        self._least_tied: dict[int, Floats] = {}  # by mesh, see ``_tied``
         self._least: dict[int, int] = {}  # by mesh a microbatch count below which nothing fits
 
     @property
@@ -225,10 +228,10 @@ class RegularSearch:
     def _lift(self, waiting: Sequence[_Waiting]) -> None:
         """Lift the bounds of those of these meshes whose bounds count no more than their least pace."""
         rough = [one for one in waiting if one.case is None and not one.looks]
-        levels = {one.m: self._coarse(one.m) for one in rough}
-        self.tables.bound([(self.meshes[one.mesh][0], one.m, level) for one in rough for level in levels[one.m]])
-        for one in rough:
-            one.bound_s = max(one.bound_s, self._mesh_bound(one.m, one.mesh, levels[one.m]))
+        levels = [self._coarse(one.m, one.mesh) for one in rough]
+        self.tables.bound([(self.meshes[one.mesh][0], one.m, n) for one, some in zip(rough, levels) for n in some])
+        for one, some in zip(rough, levels):
+            one.bound_s = max(one.bound_s, self._mesh_bound(one.m, one.mesh, some))
             one.looks = 1
 
     def _least_count(self, g: int) -> int:
@@ -296,7 +299,7 @@ class RegularSearch:
             entry, behind = np.stack([tables.least_messages(one, m) for one in self.meshes[waiting.mesh]], axis=1)
             mesh = replace(self._bounds[m, waiting.mesh], entry=entry, behind=behind)
             return self._true_bound(m, played_bound(mesh, m, case, solved.divisions))
-        levels = [*self._bound_levels(m, self._grid(m, waiting.mesh)), self._trip_level(m)]
+        levels = [*self._bound_levels(m, waiting.mesh, self._grid(m, waiting.mesh)), self._trip_level(m)]
         cuts = replace(tables.cuts, stages=(case.groups, case.groups))
         floors = tables.lower_bounds_of(m, levels, self.meshes[waiting.mesh])
         return self._true_bound(m, bound_of(floors, self.search.cluster.num_devices, m, case.schedule, cuts, most_s, 2))
@@ -370,7 +373,7 @@ class RegularSearch:
 
     def _bound(self, multipliers: Mapping[tuple[int, int], Sequence[tuple[float, float]]]) -> None:
         """Make the lower bounds of these (count, mesh) at these multipliers."""
-        levels = {(m, g): self._bound_levels(m, some) for (m, g), some in multipliers.items()}
+        levels = {(m, g): self._bound_levels(m, g, some) for (m, g), some in multipliers.items()}
         rows = [(m, g, level) for (m, g), some in levels.items() for level in (*some, *self._more_levels(m))]
         self.tables.bound([(self.meshes[g][0], m, level) for m, g, level in rows])
         for m, g in levels:
@@ -428,10 +431,18 @@ class RegularSearch:
         """The multipliers of a grid at which a mesh's bounds are made before any of its cases is to be solved."""
         return [one for one in grid if one[0] in (*COARSE_FACTORS, NO_MULTIPLIER[0], LARGEST_MULTIPLIER[0])]
 
-    def _bound_levels(self, m: int, multipliers: Sequence[tuple[float, float]]) -> list[int]:
+    def _bound_levels(self, m: int, g: int, multipliers: Sequence[tuple[float, float]]) -> list[int]:
         """The levels of bounds at these multipliers. Where much of a step's other work may run beside the microbatches,
-        they count these alone."""
-        return [self.tables.level(m, *one, step_share=0.0 if self._overlaps(m) else 1.0) for one in multipliers]
+        they count these alone, and of one group also the work that never does."""
+        shares = {}
+        if self._overlaps(m):
+            one = self._is_alone(g)
+            shares = {"gradient_share": 1.0 - max_overlap(self.search.cluster)} if one else {"step_share": 0.0}
+        return [self.tables.level(m, *one, **shares) for one in multipliers]
+
+    def _is_alone(self, g: int) -> bool:
+        """True if there is room for one group of a mesh."""
+        return len(self._places[g]) == 1
 
     def _overlaps(self, m: int) -> bool:
         if m not in self._overlapping:
@@ -442,15 +453,25 @@ class RegularSearch:
         """The bound on a step, from one that counts what may run beside the microbatches."""
         return bound_s if self._overlaps(m) else lower_by_overlap(bound_s, m, self.search.cluster, self.tables.hidden_s)
 
-    def _coarse(self, m: int) -> list[int]:
+    def _coarse(self, m: int, g: int) -> list[int]:
         """The few levels of a mesh's first bounds."""
         if self.tables.fits_unconstrained(m):
-            return self._bound_levels(m, [NO_MULTIPLIER])
-        return self._bound_levels(m, [(factor, 1.0) for factor in COARSE_FACTORS])
+            return self._bound_levels(m, g, [NO_MULTIPLIER])
+        return self._bound_levels(m, g, [(factor, 1.0) for factor in COARSE_FACTORS])
 
     def _more_levels(self, m: int) -> list[int]:
         """The level of a microbatch's way there and back, and that with the end of the step where others lack it."""
-        return [self._trip_level(m), *([self.tables.level(m, *NO_MULTIPLIER)] if self._overlaps(m) else [])]
+        return [self._trip_level(m), *(self._work_levels(m) if self._overlaps(m) else {})]
+
+    def _work_levels(self, m: int) -> dict[int, float]:
+        """The levels of all work of a step, and β of ``pipeline/regular``: the share of a backward that each leaves
+        out."""
+        most, found = max_overlap(self.search.cluster), {}
+        for part in HIDDEN_PARTS:
+            beside = most * (1 - part)
+            shares = {"step_share": m / (m - beside), "gradient_share": 1 - most * part}
+            found[self.tables.level(m, *NO_MULTIPLIER, **shares)] = beside
+        return found
 
     def _trip_level(self, m: int) -> int:
         return self.tables.level(m, *NO_MULTIPLIER, step_share=0.0, weight_share=0.0)
@@ -476,16 +497,35 @@ class RegularSearch:
         hosts = [cluster.host_of(offset) for offset, _ in self._places[g]]
         near = [stays_inside(cluster, one) for one in sites]
         peak, shape = tables.peak_bytes(sub, m), (-1, *pace.shape)
-        value, whole = np.array(values).reshape(shape), not self._overlaps(m)
+        value, overlaps = np.array(values).reshape(shape), self._overlaps(m)
         actions_s = tables.group(sub).actions(sub, m)
         forward, backward = tables.least_phases(sub, m)
-        with_step = None
-        if not whole and PIPEDREAM not in self.search.space.schedules:  # whose steps run into each other
-            with_step = tables.lower_bound(sub, m, tables.level(m, *NO_MULTIPLIER))
+        works = []
+        if overlaps and PIPEDREAM not in self.search.space.schedules:  # whose steps run into each other
+            bounds = [(beside, tables.lower_bound(sub, m, level)) for level, beside in self._work_levels(m).items()]
+            works = [(beside, bound) for beside, bound in bounds if bound is not None]
         return MeshTable(
-            table, len(sites), pace, value, byte, saved, trip, forward, backward, peak, near, hosts, whole, actions_s,
-            with_step, max_overlap(cluster), tables.cuts,
+            table, len(sites), pace, value, byte, saved, trip, forward, backward, peak, near, hosts,
+            not overlaps or self._is_alone(g), actions_s, works, self._tied(g), tables.cuts,
         )  # fmt: skip
+
+    def _tied(self, g: int) -> Floats:
+        """[groups + 1] the least seconds to exchange the weights that the first and the last of so many groups of a
+        mesh hold, whatever the cuts."""
+        if g not in self._least_tied:
+            search, sub, layers = self.search, self.meshes[g][0], len(self.search.layering.layers)
+            held = [range(offset, offset + sub.num_devices) for offset, _ in self._places[g][:layers]]
+            roles = sub.roles or (None,) * len(sub.shape)
+            pieces = prod(extent for extent, role in zip(sub.shape, roles) if role != "data")
+            found = np.zeros(len(held) + 1)
+            for node, readers in self.tables.shared:
+                if node.meta["source"].requires_grad and node.name in search.layering.needs_grad:
+                    # with fewer groups, the same group may have the first and the last of its readers
+                    for groups in range(max(2, layers + 1 - readers[-1] + readers[0]), len(found)):
+                        first, last = held[0], held[groups - 1]
+                        found[groups] += least_tied_seconds(search.graph, search.cluster, node, pieces, first, last)
+            self._least_tied[g] = found
+        return self._least_tied[g]
 
     def _levels_for(self, waiting: _Waiting) -> list[int]:
         """The levels of a case's tables: those whose bounds are the highest for some of its groups, and those next to

@@ -155,7 +155,7 @@ class SearchTables(SearchBounds):
         specs: list[dict[str, Spec]] = [{} for _ in range(p)]
         for stage, row, k in zip(pipeline.stages, rows, home) if p > 1 else ():
             here = range(stage.first_layer, stage.end_layer)
-            if held := [node for node, layers in self._shared if any(layer in here for layer in layers)]:
+            if held := [node for node, layers in self.shared if any(layer in here for layer in layers)]:
                 labels = row.labels(self._sharing, stage.first_layer, stage.end_layer)
                 for node in held:
                     specs[k][node.meta["source"].name] = parse_pair(labels[node.name].partition(" ")[0]).value
@@ -179,13 +179,14 @@ class SearchTables(SearchBounds):
         return [seconds + told for seconds in now], max(now) - least_s
 
     @cached_property
-    def _shared(self) -> list[tuple[Node, list[int]]]:
+    def shared(self) -> list[tuple[Node, list[int]]]:
+        """The parameters that several layers read, and these layers."""
         return self.search.layering.shared_weights(self.search.graph)
 
     @cached_property
     def _sharing(self) -> frozenset[int]:
         """The layers that share weights."""
-        return frozenset(layer for _, layers in self._shared for layer in layers)
+        return frozenset(layer for _, layers in self.shared for layer in layers)
 
     def _rows(
         self, m: int, pipeline: Pipeline, pairs: Sequence[tuple[Submesh, int]], mixes: Sequence[Mix]

@@ -20,6 +20,8 @@ Order = Sequence[tuple[int, int]]
 #: (option, first layer, end layer) of each chunk
 Cells = Sequence[tuple[int, int, int]]
 
+REDUCED = 0.75  # of the work at the end of a step: sums of whole gradients
+
 
 @dataclass(frozen=True)
 class Regular:
@@ -29,9 +31,11 @@ class Regular:
     levels: tuple[int, ...]
 
 
-def mesh_table(rng: np.random.Generator, layers: int, groups: int, levels: int, m: int, whole: bool) -> MeshTable:
+def mesh_table(rng: np.random.Generator, layers: int, groups: int, levels: int, m: int, whole: bool,
+               overlap: float = 0.0, tied_s: float = 0.0) -> MeshTable:  # fmt: skip
     """Two hosts with half of the ``groups`` groups each; memory often binds. whole: values count the per-step work,
-    divided by m, as the search's do where little of it overlaps."""
+    divided by m, as the search's do where little of it overlaps; else so much of the last backward may hide some.
+    tied_s: what the first and the last of several groups exchange at the end of the step."""
     first_host = -(-groups // 2)
     sites = {0: (False, first_host > 1), 1: (True, True), 2: (True, False)}  # front and behind stay inside a host
     at = [0 if k in (0, first_host) else 2 if k in (first_host - 1, groups - 1) else 1 for k in range(groups)]
@@ -75,11 +79,15 @@ def mesh_table(rng: np.random.Generator, layers: int, groups: int, levels: int, 
     value = np.array([(pace + once + byte * resident + more * saved).min(axis=0) for byte, more in prices])
     trip = np.where(np.isfinite(pace), pace * (1 - weight), inf).min(axis=0)
     of_a_layer = np.where(length > 0, pace / np.maximum(length, 1), inf)  # equal layers, as fast as in any run
+    works = []
+    for part in (0.5, 1.0):
+        beside = overlap * (1 - part)
+        works.append((beside, (pace + step * (1 - overlap * part * REDUCED) / (m - beside)).min(axis=0)))
     phases = [length * (share * of_a_layer).min() for share in (forward, 1 - forward)]
     return MeshTable(
         table, len(near), pace.min(axis=0), value, np.array([byte for byte, _ in prices]),
         np.array([more for _, more in prices]), trip, *phases, peak, near,
-        [int(k >= first_host) for k in range(groups)], whole, None, None if whole else (pace + step / m).min(axis=0),
+        [int(k >= first_host) for k in range(groups)], whole, None, () if whole else works, np.array([0.0, 0.0, *[tied_s] * (groups - 1)]),
         entry=np.array([np.append(one.min(axis=(0, 2)), 0.0) for one in entry]),
         behind=np.array([one.min(axis=(0, 1)) for one in transfer]),
     )  # fmt: skip
@@ -96,7 +104,7 @@ def at_places(mesh: MeshTable, one: Regular, places: Order) -> list[tuple[int, i
     return [(option, i, j) for option, (i, j) in zip(options, pairwise(one.cuts))]
 
 
-def clock(mesh: MeshTable, case: PipelineCase, places: Order, m: int, at: Cells) -> float:
+def clock(mesh: MeshTable, case: PipelineCase, places: Order, m: int, at: Cells, overlap: float = 0.0) -> float:
     """The simulated makespan: messages cross a network only between hosts."""
     table = mesh.table
     pace = [float(table.pace_s[one]) for one in at]
@@ -105,7 +113,10 @@ def clock(mesh: MeshTable, case: PipelineCase, places: Order, m: int, at: Cells)
     step, ahead, back = [0.0] * case.groups, {}, {}
     for (group, _), one, t, f in zip(places, at, pace, forward):
         once = float(table.step_s[one])
-        step[group] += once - min(once, mesh.overlap * (t - f))
+        step[group] += once - overlap * min(REDUCED * once, t - f)
+    first, last = places[0][0], places[-1][0]
+    for group in {first, last} if first != last and mesh.tied_s is not None else ():
+        step[group] += float(mesh.tied_s[case.groups])
     for k, ((here, _), (there, _)) in enumerate(pairwise(places)):
         inside = mesh.hosts[here] == mesh.hosts[there]
         behind = [site for site, (_, behind) in enumerate(mesh.near) if behind == inside]

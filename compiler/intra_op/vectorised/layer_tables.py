@@ -4,7 +4,7 @@ A *row* is a case (mesh shape, offset, microbatches: ``cases``) under a *level* 
 per-step seconds that counts). Its objective is, for the recompute mode that is best in each cell,
 
     seconds + again[mode]
-        − ((1 − step_share) · step_seconds + (1 − weight_share) · weight_seconds + (1 − gradient_share) ·
+        − ((1 − step_share) · step_seconds + (1 − weight_share) · weight_seconds + step_share · (1 − gradient_share) ·
         gradient_seconds) · floor_seconds / seconds
         + byte · resident + saved_byte · saved[mode] − (seconds − floor_seconds)
 
@@ -55,11 +55,11 @@ class Level:
     byte: float = 0.0
     #: Seconds per byte that is saved for backward.
     saved_byte: float = 0.0
-    #: The share of per-step seconds that counts.
+    #: The share of per-step seconds that counts; more than 1 where those of a microbatch count less.
     step_share: float = 1.0
     #: The share of the gradients of weights that counts: all of it, unless ``step_share`` is 0 (``_corners``).
     weight_share: float = 1.0
-    #: The share of the sums of whole gradients that counts: all of it, unless ``step_share`` is 1.
+    #: The share of the sums of whole gradients, of what ``step_share`` says of them, that counts.
     gradient_share: float = 1.0
 
     @property
@@ -84,14 +84,13 @@ class Weights:
         """(case, level) per row."""
         levels = [level for _, level in rows]
         assert all(level.weight_share == 1.0 or level.step_share == 0.0 for level in levels), levels
-        assert all(level.gradient_share == 1.0 or level.step_share == 1.0 for level in levels), levels
         return Weights(
             np.array([case for case, _ in rows], dtype=np.intp),
             np.array([level.byte for level in levels]) + TIE,
             np.array([level.saved_byte for level in levels]) + TIE,
             1.0 - np.array([level.step_share for level in levels]),
             1.0 - np.array([level.weight_share for level in levels]),
-            1.0 - np.array([level.gradient_share for level in levels]),
+            np.array([level.step_share * (1.0 - level.gradient_share) for level in levels]),
         )
 
     def part(self, rows: slice | np.ndarray) -> Weights:
@@ -615,12 +614,13 @@ def _corners(terms: Terms) -> np.ndarray:
     """[choices, N]: columns of which every objective is a sum with weights ≥ 0, so that less in all of them is less."""
     columns = [terms.counted(terms.seconds)]
     if terms.step_s is not None:
-        columns.append(terms.counted(terms.seconds - terms.step_s))
+        columns += [terms.counted(terms.seconds - terms.step_s), terms.counted(terms.step_s)]
     if terms.weight_s is not None:
         step_s = 0.0 if terms.step_s is None else terms.step_s
         columns.append(terms.counted(terms.seconds - step_s - terms.weight_s))
     if terms.gradient_s is not None:
-        columns.append(terms.counted(terms.seconds - terms.gradient_s))
+        every = [terms.seconds] if terms.step_s is None else [terms.seconds, terms.step_s]
+        columns += [terms.counted(one - terms.gradient_s) for one in every]
     columns += [terms.counted(again) for again in _different(terms.again)]
     columns += _different([terms.resident, *terms.saved])
     return np.concatenate(columns, axis=1)

@@ -14,14 +14,19 @@ from meshwright.compiler.intra_op.solver.elimination_order import Limits
 from meshwright.compiler.intra_op.vectorised import layer_tables, repeats
 from meshwright.compiler.intra_op.vectorised.cases import Case, Cases
 from meshwright.compiler.intra_op.vectorised.interval_tables import IntervalComposer
-from meshwright.compiler.intra_op.vectorised.layer_tables import Level, Weights
+from meshwright.compiler.intra_op.vectorised.layer_tables import Level, Terms, Weights
 from meshwright.costmodel.cluster import Cluster
 from torch import nn
 
 from tests.support.zoo import ZOO
 
 V100 = Cluster.preset("p3.16xlarge")
-LEVELS = [Level(), Level(byte=1e-13, saved_byte=3e-13), Level(step_share=0.0)]
+LEVELS = [
+    Level(),
+    Level(byte=1e-13, saved_byte=3e-13),
+    Level(step_share=0.0),
+    Level(step_share=5.0, gradient_share=0.2),
+]
 
 
 def composer(asked, meshes, modes=("none",)):
@@ -70,8 +75,9 @@ def _objective(template, chosen, mode, case, level):
 
     def add(terms, at, where=1.0):
         seconds = terms.seconds[(*at, case)]
-        for off, part in ((level.step_share, terms.step_s), (level.weight_share, terms.weight_s)):
-            seconds = seconds if part is None else seconds - (1 - off) * part[(*at, case)]
+        shares = level.step_share, level.weight_share, 1 - level.step_share * (1 - level.gradient_share)
+        for share, part in zip(shares, (terms.step_s, terms.weight_s, terms.gradient_s)):
+            seconds = seconds if part is None else seconds - (1 - share) * part[(*at, case)]
         again, saved = terms.again[mode], terms.saved[mode]
         seconds = seconds if again is None else seconds + again[(*at, case)]
         seconds = seconds if terms.sure is None else seconds * terms.sure[(*at, case)]
@@ -92,6 +98,23 @@ def _objective(template, chosen, mode, case, level):
             )
             wanted.append(state)
     return total
+
+
+def test_what_is_less_in_all_corners_is_less_at_every_level():
+    """So presolve may leave out the other choice. The integers are small, so that many pairs can be compared."""
+    rng, none, one = np.random.default_rng(0), (None,), np.zeros(1, dtype=np.intp)
+    levels = [*LEVELS, Level(step_share=0.0, weight_share=0.0), Level(gradient_share=0.2), Level(step_share=1.8)]
+    compared = 0
+    for _ in range(200):
+        weight, other, gradient, update = rng.integers(0, 3, (4, 6, 1)).astype(float)
+        terms = Terms(weight + other + gradient + update, None, gradient + update, weight, gradient, None, *[none] * 3)
+        corners = layer_tables._corners(terms)
+        costs = np.stack([terms.objective(Weights.of([(0, level)]), one, [0])[:, 0] for level in levels], axis=1)
+        for a, b in itertools.permutations(range(6), 2):
+            if (corners[a] <= corners[b]).all():
+                assert (costs[a] <= costs[b] + 1e-9).all()
+                compared += 1
+    assert compared > 200
 
 
 class Scan(nn.Module):
