@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import NamedTuple, Protocol
 
+from torch.fx import Node
+
 from ...costmodel.cluster import Cluster, Mesh
 from ...costmodel.collectives import mesh_prices, p2p_seconds
 from ..cost.pricing import MeshPricer, gradient_type

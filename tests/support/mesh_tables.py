@@ -79,6 +79,7 @@ def mesh_table(rng: np.random.Generator, layers: int, groups: int, levels: int, 
     value = np.array([(pace + once + byte * resident + more * saved).min(axis=0) for byte, more in prices])
     trip = np.where(np.isfinite(pace), pace * (1 - weight), inf).min(axis=0)
     of_a_layer = np.where(length > 0, pace / np.maximum(length, 1), inf)  # equal layers, as fast as in any run
+    tied = np.array([0.0, 0.0, *[tied_s] * (groups - 1)])
     works = []
     for part in (0.5, 1.0):
         beside = overlap * (1 - part)
@@ -87,7 +88,7 @@ def mesh_table(rng: np.random.Generator, layers: int, groups: int, levels: int, 
     return MeshTable(
         table, len(near), pace.min(axis=0), value, np.array([byte for byte, _ in prices]),
         np.array([more for _, more in prices]), trip, *phases, peak, near,
-        [int(k >= first_host) for k in range(groups)], whole, None, () if whole else works, np.array([0.0, 0.0, *[tied_s] * (groups - 1)]),
+        [int(k >= first_host) for k in range(groups)], whole, None, () if whole else works, tied,
         entry=np.array([np.append(one.min(axis=(0, 2)), 0.0) for one in entry]),
         behind=np.array([one.min(axis=(0, 1)) for one in transfer]),
     )  # fmt: skip

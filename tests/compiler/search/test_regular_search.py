@@ -6,18 +6,21 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from itertools import product
-from math import inf
+from math import inf, prod
 
 import pytest
 import torch
 from meshwright.compiler.errors import InfeasibleError
 from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.frontend.layers import cluster_layers
 from meshwright.compiler.ir.graph import Graph
+from meshwright.compiler.ir.spec import R, S
 from meshwright.compiler.search import regular
 from meshwright.compiler.search.build_plan import build_plan, estimated_bytes, stage_limits
 from meshwright.compiler.search.driver import start_search, without_gc
 from meshwright.compiler.search.lower_bounds import SearchBounds
 from meshwright.compiler.search.parallel_shape import parse_strategy
+from meshwright.compiler.search.predict import Holder, least_tied_seconds, tied_seconds
 from meshwright.compiler.search.regular import RegularSearch
 from meshwright.compiler.search.space import Space
 from meshwright.compiler.search.state import SearchState
@@ -220,6 +223,43 @@ def test_tied_weights_count_on_the_clock():
         clocks[tied] = first.clock_s
     sent = 2 * 8192 * 512 * 4 / 8 / Cluster.parse("8x4090:2").link.bytes_per_s  # an eighth of it, there and back
     assert clocks[True] > clocks[False] + 0.5 * sent
+
+
+@pytest.mark.parametrize("strategy", [None, "pp2,dp8", "pp4,dp2,tp2", "pp8,tp2"])
+def test_bounds_know_what_tied_weights_cost(strategy):
+    graph = gpt(64, vocab=8192, hidden=512, tied=True)
+    words = {"strategy": parse_strategy(strategy)} if strategy else {}
+    search = RegularSearch(begun(graph, Cluster.parse("8x4090:2"), **words, microbatches=8))
+    solve, seen = search._solve, []
+
+    def noted(waiting):
+        found = solve(waiting)
+        seen.extend((waiting.bound_s, one.clock_s, waiting.case) for one in found)
+        return found
+
+    search._solve = noted
+    search.explore(inf, 30)
+    assert [one for one in seen if one[0] > one[1] * (1 + 1e-9)] == []
+    several = [bound / clock for bound, clock, case in seen if case.schedule == "1f1b" and case.groups > 1]
+    assert min(several) > 0.6
+
+
+@pytest.mark.parametrize("shape", [(1,), (4,), (2, 4)])
+@pytest.mark.parametrize("offsets", [(0, 8), (0, 4), (4, 8)])
+def test_no_exchange_of_a_tied_weight_takes_less_than_the_least(shape, offsets):
+    cluster, size = Cluster.parse("8x4090:2"), prod(shape)
+    graph = gpt(64, vocab=8192, hidden=512, tied=True)
+    layering = cluster_layers(graph)
+    ((node, _),) = layering.shared_weights(graph)
+    placed = [tuple(one) for one in product((R, S(0), S(1)), repeat=len(shape))]
+    devices = [range(offset, offset + size) for offset in offsets]
+    name = node.meta["source"].name
+    for two in product(placed, repeat=2):
+        holders = [Holder(some, shape, {name: spec}) for some, spec in zip(devices, two)]
+        pieces = max(prod(n for n, one in zip(shape, spec) if one.is_shard) for spec in two)
+        seconds = tied_seconds(graph, cluster, "AdamW", layering.needs_grad, holders)
+        least_s = least_tied_seconds(graph, cluster, node, pieces, *devices)
+        assert 0 < least_s <= min(seconds), two
 
 
 # ---- mixed hosts
