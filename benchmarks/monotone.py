@@ -204,7 +204,7 @@ def run_base(base: Base) -> tuple[dict[str, Answer], list[dict[str, Any]]]:
     for name, cluster, words in questions(base):
         answers[name] = plan(graph, clusters(cluster), base.batch, words)
         one = answers[name]
-        said = one.error[:90] or f"{one.step_s:.5g} s, {one.what}"
+        said = one.error[:90] or f"{one.step_s:.5g} s, {one.what}, gap {1 - one.bound_s / one.step_s:.1%}"
         print(f"{base.name}: {name}: {said} ({one.seconds:.1f} s)", flush=True)
     return answers, compared(base, answers)
 

@@ -103,7 +103,7 @@ MAX_ROUNDS = 8
 #: pure plans whose clock is more than so many times that of the fastest one are not built
 MAX_PURE_RATIO = 1.5
 #: by candidate of a pure strategy, each leaner than the one before: how often its stages are solved again
-PURE_RETRIES = (0, 1, 1)
+PURE_RETRIES = (0, 1, 1, 1)
 
 
 def make_plan(graph: Graph, cluster: Cluster, request: PlanRequest) -> Plan:
