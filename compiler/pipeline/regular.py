@@ -88,9 +88,9 @@ class MeshTable:
     value: the least of t + byte · resident + saved_byte · saved of any choice; pace: the least seconds whatever the
     bytes; trip: these without the gradients of weights; forward, backward: of these alone; peak: the bytes that a run
     of layers takes beside at some time, whatever is chosen; actions_s: the part of each pace that a stage takes once,
-    where all else is a sum over its layers, so that levels may be mixed (None: they may not). works: (share, value),
-    bounds on all work of a step by the share of a microbatch's backward that they leave out (``least_work``); tied_s:
-    by number of groups, the least seconds at the end of a step to exchange weights that the first and the last of them
+    where all else is a sum over its layers, so that levels may be mixed (None: they may not). work: the least
+    seconds of all work of a step, less what may run beside the last backward (None: no more than all paces); tied_s: by
+    number of groups, the least seconds at the end of a step to exchange weights that the first and the last of them
     hold (None: not known). constraints: on the cuts. entry, behind: by site and border, the least seconds of a message
     ahead and of one back.
     """
@@ -109,7 +109,7 @@ class MeshTable:
     hosts: Sequence[int]
     whole: bool = True
     actions_s: float | None = None
-    works: Sequence[tuple[float, Floats]] = ()
+    work: Floats | None = None  # [L, L + 1]
     tied_s: Floats | None = None
     constraints: StageConstraints = field(default_factory=StageConstraints)
     entry: Floats | None = None  # [sites, L + 1], as ``behind``
@@ -180,10 +180,8 @@ class MeshTable:
         return max(max(option.limit_bytes, default=0.0) for option in self.table.options)
 
     def least_work(self, m: int) -> Floats:
-        """[L, L + 1] the least seconds of m microbatches and the end of the step, less what may run beside the last
-        backward (``works``)."""
-        bounds = [(m - beside) * value + beside * self.forward for beside, value in self.works]
-        return np.maximum.reduce([m * self.pace, *bounds])
+        """[L, L + 1] ``work``, at least m paces."""
+        return m * self.pace if self.work is None else np.maximum(m * self.pace, self.work)
 
     def tied(self, groups: int) -> Floats:
         """[groups + 1] ``tied_s``, 0 if it is not known."""
@@ -268,7 +266,7 @@ def mesh_bound(mesh: MeshTable, m: int, groups: int) -> float:
 
 def _mean_work(mesh: MeshTable, m: int) -> float:
     """The least sum of ``least_work`` of all layers; 0 where that says no more than ``_mean_load``."""
-    if not mesh.works:
+    if mesh.work is None:
         return 0.0
     return float(_least_sums(np.where(mesh.allowed, mesh.least_work(m), inf)))
 
@@ -293,13 +291,13 @@ def least_paths(mesh: MeshTable, m: int, most: Mapping[str, int]) -> dict[str, F
     """By schedule, [most + 1] the least W of pipelines of so many stages, on lower bounds of these."""
     seconds, count = cache(mesh.least_seconds), max(most.values(), default=0)
     work = np.where(mesh.allowed, mesh.least_work(m), inf)
-    works = [_paths([(work, mesh.forward)] * count)] if mesh.works else []  # else heads are no less
+    works = [_paths([(work, mesh.forward)] * count)] if mesh.work is not None else []  # else heads are no less
     # A microbatch's way there and back, without the gradients of weights where these may wait: nothing but the first
     # stage's work per step follows on it, so values that have more of that in them bound what begins with the forwards
     # before a stage and ends with its own work.
     ways = {split: np.where(mesh.allowed, mesh.trip if split else mesh.pace, inf) for split in set(map(is_split, most))}
     tails = {split: _least_tails(way) for split, way in ways.items()}
-    trips = {split: _paths([(m * way, way)] * count) for split, way in ways.items()}
+    trips = {split: _paths([(m * way, way)] * count) + mesh.tied(count) for split, way in ways.items()}
 
     def stage(name: str, left: int) -> tuple[Floats, Floats | float]:
         """The seconds of the first of so many stages, and those that the others wait for it."""
@@ -315,7 +313,7 @@ def least_paths(mesh: MeshTable, m: int, most: Mapping[str, int]) -> dict[str, F
     found = {}
     for name, groups in most.items():
         found[name] = _paths(stage(name, left) for left in range(1, groups + 1))
-        for least in (trips[is_split(name)] + mesh.tied(count), *works) if name != PIPEDREAM else ():
+        for least in (trips[is_split(name)], *works) if name != PIPEDREAM else ():
             found[name] = np.maximum(found[name], least[: groups + 1])
     return found
 

@@ -16,7 +16,7 @@ from math import inf, isfinite
 
 from ..cost.gradient_reduction import lower_by_overlap, raise_by_overlap
 from ..errors import OverfullError
-from ..pipeline.families import EAGER_1F1B, is_split
+from ..pipeline.families import EAGER_1F1B, PIPEDREAM, is_split
 from ..pipeline.stage_dp import bound_of
 from .lower_bounds import NO_MULTIPLIER
 from .space import CHUNKED, Submesh
@@ -102,7 +102,10 @@ class IrregularSearch:
             return least_s
         paced = lower_by_overlap(1.0, m, cluster, tables.hidden_s / most_s) < 1 - MAX_LOWERED  # then by paces alone
         most = most_s if paced else raise_by_overlap(most_s, m, cluster, tables.hidden_s)
-        floors = tables.lower_bounds_of(m, tables.lean_levels(m, split=is_split(schedule), ends=not paced))
+        levels = tables.lean_levels(m, split=is_split(schedule), ends=not paced)
+        if work := paced and schedule != PIPEDREAM:  # whose steps run into each other
+            tables.bound([(sub, m, level) for level in tables.work_levels(m) for sub in tables.submeshes])
+        floors = tables.lower_bounds_of(m, levels, work=work)
         bound_s = bound_of(floors, cluster.num_devices, m, schedule, tables.cuts, most, 2)
         return max(least_s, bound_s if paced else lower_by_overlap(bound_s, m, cluster, tables.hidden_s))
 

@@ -15,7 +15,7 @@ from math import inf, log2
 import numpy as np
 
 from ...costmodel.memory import usable_bytes
-from ..cost.gradient_reduction import max_hidden_seconds
+from ..cost.gradient_reduction import max_hidden_seconds, max_overlap
 from ..cost.pricing import MeshPricer
 from ..intra_op.vectorised.cases import Case, Cases, Samples
 from ..intra_op.vectorised.interval_tables import IntervalComposer, IntervalTables, Row
@@ -189,6 +189,25 @@ class SearchBounds:
 
     # ---- lower bounds
 
+    def work_levels(self, m: int) -> dict[int, float]:
+        """The levels of all work of a step, and β of ``pipeline/regular``: the share of a backward that each leaves
+        out."""
+        most, found = max_overlap(self.search.cluster), {}
+        for part in (0.5 / m, 1.0):  # ω
+            beside = most * (1.0 - part)
+            shares = {"step_share": m / (m - beside), "gradient_share": 1.0 - most * part}
+            found[self.level(m, *NO_MULTIPLIER, **shares)] = beside
+        return found
+
+    def least_work(self, sub: Submesh, m: int) -> np.ndarray:
+        """[L, L + 1] the least seconds of a stage's work in a step, less what may run beside the last backward, by
+        those of ``work_levels`` that were made."""
+        least, forward = m * self.least_pace(sub, m), self.least_phases(sub, m)[0]
+        for level, beside in self.work_levels(m).items():
+            if (value := self.lower_bound(sub, m, level)) is not None:
+                least = np.maximum(least, (m - beside) * value + beside * forward)
+        return least
+
     def compute_pace_bounds(self) -> None:
         """Bound the seconds per microbatch of every run of layers, and the step of every microbatch count by its least
         work, evenly on all devices."""
@@ -228,9 +247,11 @@ class SearchBounds:
         """Submeshes of all devices."""
         return [sub for sub in self.submeshes if sub.num_devices == len(self.usable)]
 
-    def lower_bounds_of(self, m: int, priced: Sequence[int], subs: Sequence[Submesh] = ()) -> LowerBounds:
+    def lower_bounds_of(
+        self, m: int, priced: Sequence[int], subs: Sequence[Submesh] = (), work: bool = False
+    ) -> LowerBounds:
         """Lower bounds of some submeshes, by default all: seconds per microbatch, messages and, at the levels
-        ``priced``, Lagrangian values."""
+        ``priced``, Lagrangian values; all work of a step, less what may hide, if ``work``."""
         subs = subs or self.submeshes
         shape = len(subs), *self._shape
         rows = []
@@ -246,7 +267,8 @@ class SearchBounds:
         options = tuple(self.option(sub, o, 0, 1.0) for o, sub in enumerate(subs))
         ends = np.stack([self.least_messages(sub, m) for sub in subs])
         enter, behind = np.broadcast_to(ends[:, 0, :-1, None], shape), np.broadcast_to(ends[:, 1, None, :], shape)
-        return LowerBounds(options, pace, transfer_s=behind, entry_s=enter, rows=tuple(rows))
+        whole = np.stack([self.least_work(sub, m) for sub in subs]) / m if work else None
+        return LowerBounds(options, pace, whole, transfer_s=behind, entry_s=enter, rows=tuple(rows))
 
     def sent_bytes(self, sub: Submesh, m: int) -> np.ndarray:
         """As ``RowGroup.sent_bytes``."""

@@ -50,7 +50,6 @@ LIFTED_AT_ONCE = 32  # whose first bounds are
 MAX_IRREGULAR_LAYERS, MAX_IRREGULAR_DEVICES = 48, 16  # of a request whose irregular plans are always looked for
 CLOCK_TOLERANCE = 1.05  # by which the clock may be wrong
 MAX_CANDIDATES = 24  # that are offered
-HIDDEN_PARTS = (0.5, 1.0)  # ω of ``pipeline/regular``
 MAX_LOWERED = 0.005  # of a bound: what may be taken off for work that overlaps
 
 
@@ -460,18 +459,8 @@ class RegularSearch:
         return self._bound_levels(m, g, [(factor, 1.0) for factor in COARSE_FACTORS])
 
     def _more_levels(self, m: int) -> list[int]:
-        """The level of a microbatch's way there and back, and that with the end of the step where others lack it."""
-        return [self._trip_level(m), *(self._work_levels(m) if self._overlaps(m) else {})]
-
-    def _work_levels(self, m: int) -> dict[int, float]:
-        """The levels of all work of a step, and β of ``pipeline/regular``: the share of a backward that each leaves
-        out."""
-        most, found = max_overlap(self.search.cluster), {}
-        for part in HIDDEN_PARTS:
-            beside = most * (1 - part)
-            shares = {"step_share": m / (m - beside), "gradient_share": 1 - most * part}
-            found[self.tables.level(m, *NO_MULTIPLIER, **shares)] = beside
-        return found
+        """The level of a microbatch's way there and back, and those of all work of a step where others lack it."""
+        return [self._trip_level(m), *(self.tables.work_levels(m) if self._overlaps(m) else ())]
 
     def _trip_level(self, m: int) -> int:
         return self.tables.level(m, *NO_MULTIPLIER, step_share=0.0, weight_share=0.0)
@@ -500,13 +489,12 @@ class RegularSearch:
         value, overlaps = np.array(values).reshape(shape), self._overlaps(m)
         actions_s = tables.group(sub).actions(sub, m)
         forward, backward = tables.least_phases(sub, m)
-        works = []
+        work = None
         if overlaps and PIPEDREAM not in self.search.space.schedules:  # whose steps run into each other
-            bounds = [(beside, tables.lower_bound(sub, m, level)) for level, beside in self._work_levels(m).items()]
-            works = [(beside, bound) for beside, bound in bounds if bound is not None]
+            work = tables.least_work(sub, m)
         return MeshTable(
             table, len(sites), pace, value, byte, saved, trip, forward, backward, peak, near, hosts,
-            not overlaps or self._is_alone(g), actions_s, works, self._tied(g), tables.cuts,
+            not overlaps or self._is_alone(g), actions_s, work, self._tied(g), tables.cuts,
         )  # fmt: skip
 
     def _tied(self, g: int) -> Floats:

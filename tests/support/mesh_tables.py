@@ -80,15 +80,16 @@ def mesh_table(rng: np.random.Generator, layers: int, groups: int, levels: int, 
     trip = np.where(np.isfinite(pace), pace * (1 - weight), inf).min(axis=0)
     of_a_layer = np.where(length > 0, pace / np.maximum(length, 1), inf)  # equal layers, as fast as in any run
     tied = np.array([0.0, 0.0, *[tied_s] * (groups - 1)])
-    works = []
-    for part in (0.5, 1.0):
-        beside = overlap * (1 - part)
-        works.append((beside, (pace + step * (1 - overlap * part * REDUCED) / (m - beside)).min(axis=0)))
     phases = [length * (share * of_a_layer).min() for share in (forward, 1 - forward)]
+    work = np.zeros(shape[1:])
+    for part in (0.0, 0.5, 1.0):
+        beside = overlap * (1 - part)
+        least = (pace + step * (1 - overlap * part * REDUCED) / (m - beside)).min(axis=0)
+        work = np.maximum(work, (m - beside) * least + beside * phases[0])
     return MeshTable(
         table, len(near), pace.min(axis=0), value, np.array([byte for byte, _ in prices]),
         np.array([more for _, more in prices]), trip, *phases, peak, near,
-        [int(k >= first_host) for k in range(groups)], whole, None, () if whole else works, tied,
+        [int(k >= first_host) for k in range(groups)], whole, None, None if whole else work, tied,
         entry=np.array([np.append(one.min(axis=(0, 2)), 0.0) for one in entry]),
         behind=np.array([one.min(axis=(0, 1)) for one in transfer]),
     )  # fmt: skip
