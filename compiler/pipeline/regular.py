@@ -88,11 +88,11 @@ class MeshTable:
     value: the least of t + byte · resident + saved_byte · saved of any choice; pace: the least seconds whatever the
     bytes; trip: these without the gradients of weights; forward, backward: of these alone; peak: the bytes that a run
     of layers takes beside at some time, whatever is chosen; actions_s: the part of each pace that a stage takes once,
-    where all else is a sum over its layers, so that levels may be mixed (None: they may not). work: the least
-    seconds of all work of a step, less what may run beside the last backward (None: no more than all paces); tied_s: by
-    number of groups, the least seconds at the end of a step to exchange weights that the first and the last of them
-    hold (None: not known). constraints: on the cuts. entry, behind: by site and border, the least seconds of a message
-    ahead and of one back.
+    where all else is a sum over its layers, so that levels may be mixed (None: they may not). work: the least seconds
+    of all work of a step, less what may run beside the last backward (None: no more than all paces); tied_s: by number
+    of groups, the least seconds at the end of a step to exchange weights that the first and the last of them hold
+    (None: not known). constraints: on the cuts. entry, behind: by site and border, the least seconds of a message ahead
+    and of one back.
     """
 
     table: PipelineTable
