@@ -13,6 +13,7 @@ from itertools import accumulate
 from math import inf, log2
 
 import numpy as np
+from torch.fx import Node
 
 from ...costmodel.memory import usable_bytes
 from ..cost.gradient_reduction import max_hidden_seconds, max_overlap
@@ -283,13 +284,18 @@ class SearchBounds:
         return self._ends[sub, m]
 
     @cached_property
+    def shared(self) -> list[tuple[Node, list[int]]]:
+        """The parameters that several layers read, and these layers."""
+        return self.search.layering.shared_weights(self.search.graph)
+
+    @cached_property
     def copies(self) -> np.ndarray:
         """[L, L + 1] bytes of the copies of shared weights that tables count too much: every use counts one, the stage
         holds one."""
         search, copies = self.search, np.zeros(self._shape)
         pricer = MeshPricer(search.cluster, 0, (), search.optimizer, mixed=search.graph.mixed)
         first, end = np.indices(self._shape)
-        for node, layers in search.layering.shared_weights(search.graph):
+        for node, layers in self.shared:
             trained = node.meta["source"].requires_grad
             whole = sum(pricer.parameter_memory(node.meta["type"], (), trained).values())
             uses = sum(((first <= k) & (k < end)).astype(int) for k in layers)

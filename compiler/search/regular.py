@@ -435,8 +435,8 @@ class RegularSearch:
         they count these alone, and of one group also the work that never does."""
         shares = {}
         if self._overlaps(m):
-            one = self._is_alone(g)
-            shares = {"gradient_share": 1.0 - max_overlap(self.search.cluster)} if one else {"step_share": 0.0}
+            never = {"gradient_share": 1.0 - max_overlap(self.search.cluster)}
+            shares = never if self._is_alone(g) else {"step_share": 0.0}
         return [self.tables.level(m, *one, **shares) for one in multipliers]
 
     def _is_alone(self, g: int) -> bool:

@@ -179,11 +179,6 @@ class SearchTables(SearchBounds):
         return [seconds + told for seconds in now], max(now) - least_s
 
     @cached_property
-    def shared(self) -> list[tuple[Node, list[int]]]:
-        """The parameters that several layers read, and these layers."""
-        return self.search.layering.shared_weights(self.search.graph)
-
-    @cached_property
     def _sharing(self) -> frozenset[int]:
         """The layers that share weights."""
         return frozenset(layer for _, layers in self.shared for layer in layers)

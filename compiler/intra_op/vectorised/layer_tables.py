@@ -612,15 +612,15 @@ def _different(arrays: Sequence[np.ndarray | None]) -> list[np.ndarray]:
 
 def _corners(terms: Terms) -> np.ndarray:
     """[choices, N]: columns of which every objective is a sum with weights ≥ 0, so that less in all of them is less."""
-    columns = [terms.counted(terms.seconds)]
+    whole = _different([terms.seconds, terms.step_s])
+    columns = [terms.counted(one) for one in whole]
     if terms.step_s is not None:
-        columns += [terms.counted(terms.seconds - terms.step_s), terms.counted(terms.step_s)]
+        columns.append(terms.counted(terms.seconds - terms.step_s))
     if terms.weight_s is not None:
         step_s = 0.0 if terms.step_s is None else terms.step_s
         columns.append(terms.counted(terms.seconds - step_s - terms.weight_s))
     if terms.gradient_s is not None:
-        every = [terms.seconds] if terms.step_s is None else [terms.seconds, terms.step_s]
-        columns += [terms.counted(one - terms.gradient_s) for one in every]
+        columns += [terms.counted(one - terms.gradient_s) for one in whole]
     columns += [terms.counted(again) for again in _different(terms.again)]
     columns += _different([terms.resident, *terms.saved])
     return np.concatenate(columns, axis=1)

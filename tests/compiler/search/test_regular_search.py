@@ -15,6 +15,7 @@ from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.layers import cluster_layers
 from meshwright.compiler.ir.graph import Graph
 from meshwright.compiler.ir.spec import R, S
+from meshwright.compiler.pipeline.regular import PipelineCase
 from meshwright.compiler.search import regular
 from meshwright.compiler.search.build_plan import build_plan, estimated_bytes, stage_limits
 from meshwright.compiler.search.driver import start_search, without_gc
@@ -57,6 +58,20 @@ def begun(graph: Graph, cluster: Cluster, schedule: str = "auto", **words: objec
     return start_search(graph, cluster, request_of(64, space=Space.asked(schedule), **words), 0.0, lambda *_: None)
 
 
+def solved_cases(search: RegularSearch) -> list[tuple[float, float, PipelineCase]]:
+    """(bound, clock, case) of every pipeline that the search finds on its way to the best 30."""
+    solve, seen = search._solve, []
+
+    def noted(waiting):
+        found = solve(waiting)
+        seen.extend((waiting.bound_s, one.clock_s, waiting.case) for one in found)
+        return found
+
+    search._solve = noted
+    search.explore(inf, 30)
+    return seen
+
+
 # ---- best first
 
 
@@ -85,15 +100,7 @@ def test_nothing_is_lost_by_solving_the_best_cases_first(graph, mib, schedule, m
 )
 def test_bounds_of_cases_are_below_their_clocks(graph, mib):
     search = RegularSearch(begun(graph, limited(mib), microbatches=8))
-    solve, seen = search._solve, []
-
-    def noted(waiting):
-        found = solve(waiting)
-        seen.extend((waiting.bound_s, one.clock_s, waiting.case) for one in found)
-        return found
-
-    search._solve = noted
-    search.explore(inf, 30)
+    seen = solved_cases(search)
     assert len(seen) >= 30
     assert [one for one in seen if one[0] > one[1] * (1 + 1e-9)] == []
 
@@ -230,15 +237,7 @@ def test_bounds_know_what_tied_weights_cost(strategy):
     graph = gpt(64, vocab=8192, hidden=512, tied=True)
     words = {"strategy": parse_strategy(strategy)} if strategy else {}
     search = RegularSearch(begun(graph, Cluster.parse("8x4090:2"), **words, microbatches=8))
-    solve, seen = search._solve, []
-
-    def noted(waiting):
-        found = solve(waiting)
-        seen.extend((waiting.bound_s, one.clock_s, waiting.case) for one in found)
-        return found
-
-    search._solve = noted
-    search.explore(inf, 30)
+    seen = solved_cases(search)
     assert [one for one in seen if one[0] > one[1] * (1 + 1e-9)] == []
     several = [bound / clock for bound, clock, case in seen if case.schedule == "1f1b" and case.groups > 1]
     assert min(several) > 0.6
