@@ -19,6 +19,7 @@ from meshwright.compiler.pipeline.regular import PipelineCase
 from meshwright.compiler.search import regular
 from meshwright.compiler.search.build_plan import build_plan, estimated_bytes, stage_limits
 from meshwright.compiler.search.driver import start_search, without_gc
+from meshwright.compiler.search.irregular import IrregularSearch
 from meshwright.compiler.search.lower_bounds import SearchBounds
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.compiler.search.predict import Holder, least_tied_seconds, tied_seconds
@@ -259,6 +260,18 @@ def test_no_exchange_of_a_tied_weight_takes_less_than_the_least(shape, offsets):
         seconds = tied_seconds(graph, cluster, "AdamW", layering.needs_grad, holders)
         least_s = least_tied_seconds(graph, cluster, node, pieces, *devices)
         assert 0 < least_s <= min(seconds), two
+
+
+@pytest.mark.parametrize("strategy", ["dp8", "tp8", "pp2,dp4"])
+@pytest.mark.parametrize("m", [1, 2, 4])
+def test_bounds_of_irregular_plans_know_what_ends_a_step(strategy, m):
+    search = begun(
+        graph_of("convnet"), Cluster.parse("8x4090:1"), "1f1b", strategy=parse_strategy(strategy), microbatches=m
+    )
+    irregular = IrregularSearch(search)
+    step_s = min(build_plan(search, one).prediction.step_s for one in irregular.candidates(1e3)[:3])
+    bound_s = irregular._bound(m, "1f1b", 1.2 * step_s)
+    assert 0.93 * step_s <= bound_s <= step_s * (1 + 1e-9)
 
 
 # ---- mixed hosts
