@@ -70,6 +70,16 @@ class Layering:
         """The layer of each op; floating ops, static ones among them, are in none."""
         return {name: index for index, layer in enumerate(self.layers) for name in layer.ops}
 
+    def between_neighbours(self, graph: Graph) -> list[tuple[int, ...]]:
+        """By border the numbers, in ``crossing``, of the tensors that the layer in front of it makes and the one behind
+        it reads."""
+        nodes, found = graph.by_name(), []
+        for border, names in enumerate(self.crossing):
+            made = [n for n, name in enumerate(names) if self.layer_of[name] == border - 1]
+            readers = set(self.layers[border].ops) if made else ()
+            found.append(tuple(n for n in made if any(user.name in readers for user in nodes[names[n]].users)))
+        return found
+
     def shared_weights(self, graph: Graph) -> list[tuple[Node, list[int]]]:
         """The parameters that several layers read, and these layers."""
         return [(node, layers) for node, layers in self.readers(graph) if len(layers) > 1]

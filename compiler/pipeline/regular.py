@@ -4,63 +4,31 @@ A *case* is a schedule on p device groups with v virtual stages (*chunks*) each,
 options are one mesh at several memory multipliers (*levels*) and *sites* (places whose messages cost differently).
 Group k lies at the k-th leftmost place, as Megatron lays its pipelines: several groups in a host where they fit. Its
 chunks D_k are those of ``families.virtual_order``.
-
-Bounds. T_k = Σ_{c ∈ D_k} t_c is a group's load. By the proof in ``bounds``, with the chunks in place of stages, every
-sound schedule takes at least ::
-
-    all           Σ_{c<k} f_c + m T_k, with the end of the step (``least_work``)  interleaved   Σ_{c<k} t_c + m T_k
-    one chunk     the least W over all cuts, on lower bounds of t
-                  Σ_{c<k} f_c + (m − q_k + 1) t_k + (q_k − 1) b_k + Σ_{c>k} w_c
-
-with f and b the forward and the backward alone, and w a way there and back (zb-h1: without the gradients of weights).
-The last line is of a stage that holds q_k ≤ m microbatches: before its first backward, which comes w_c of all later
-stages after its first forward, it has q_k forwards to do at most, and waits for the rest of that time.
-
-With its work per step σ_k a group takes m T_k + σ_k − h. What hides beside the last backward, h, is at most the overlap
-o of that backward, and o of the sums ρ_k of whole gradients. So for every ω in [0, 1], with β = o (1 − ω) ::
-
-    m T_k + σ_k − h ≥ (m − β) v_k + β f_k,  v_k the least of t + (σ − o ω ρ) / (m − β) over all choices
-
-Weights that the first and the last group hold are exchanged when the last backward of the first has ended, which ends
-every microbatch's way there and back (but under zb-v, where one group is both): at least W of the paces, and then the
-exchange.
-
-A level (λ, μ), seconds per resident byte and per saved byte, says t_c + λ r_c + μ s_c ≥ value_c for every choice. At
-some time group k holds h_c microbatches of each of its chunks, so that Σ (r_c + h_c s_c) ≤ M, and with θ_c = min(1,
-λ h_c / μ)
-
-    T_k ≥ Σ_{c ∈ D_k} (pace_c + θ_c (value_c − pace_c)) − λ M
-
-The least seconds of all that follows on each other in the schedule are a bound, too (``cutting_planes``).
-
-W is that of ``regular_solver``. ``case_bounds`` are on all cuts, the bounds of ``regular_solver`` on the cuts that are
-tried. Under zb-h1 ``case_bounds`` also have W on t without the gradients of weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .families import PIPEDREAM, generate, in_flight_formula, is_split
+from .families import generate, in_flight_formula, is_split
 from .table import Floats, PipelineTable, StageConstraints
 
 __all__ = [
     "MeshTable",
     "Parts",
     "PipelineCase",
-    "case_bounds",
     "dual_levels",
     "groups_that_fit",
     "in_flight_by_chunk",
-    "least_paths",
-    "mesh_bound",
+    "least_sums",
+    "least_tails",
     "places",
     "representative_microbatches",
 ]  # fmt: skip
@@ -146,15 +114,29 @@ class MeshTable:
             found.append((float(ahead), float(back)))
         return found
 
+    def hop(self, a: int, b: int) -> tuple[Floats, Floats]:
+        """[L + 1] by border the least seconds of a message ahead from group a to group b, and of one back."""
+        if a == b or self.entry is None or self.behind is None:
+            return np.zeros(self.pace.shape[1]), np.zeros(self.pace.shape[1])
+        return self._hops[self.hosts[a] == self.hosts[b]]
+
+    @cached_property
+    def _hops(self) -> dict[bool, tuple[Floats, Floats]]:
+        """``hop`` within a host and between hosts."""
+        assert self.entry is not None
+        assert self.behind is not None
+        found = {}
+        for inside in (False, True):
+            ahead, back = ([n for n, near in enumerate(self.near) if near[side] == inside] for side in (0, 1))
+            found[inside] = (
+                self.entry[ahead or slice(None)].min(axis=0), self.behind[back or slice(None)].min(axis=0),
+            )  # fmt: skip
+        return found
+
     def least_messages(self, cuts: Sequence[int], groups: Sequence[int]) -> tuple[list[float], list[float]]:
         """The least seconds of a message ahead and of one back across each border between chunks of these groups."""
-        ahead, back = [0.0] * (len(groups) - 1), [0.0] * (len(groups) - 1)
-        for n, (border, (a, b)) in enumerate(zip(cuts[1:-1], pairwise(groups))):
-            if a != b and self.entry is not None and self.behind is not None:
-                inside = self.hosts[a] == self.hosts[b]
-                for found, least, side in ((ahead, self.entry, 0), (back, self.behind, 1)):
-                    sites = [site for site, near in enumerate(self.near) if near[side] == inside]
-                    found[n] = float(least[sites or slice(None), border].min())
+        hops = [self.hop(*both) for both in pairwise(groups)]
+        ahead, back = ([float(hop[way][at]) for hop, at in zip(hops, cuts[1:-1])] for way in (0, 1))
         return ahead, back
 
     def _option(self, option: int, side: int, inside: bool) -> int:
@@ -172,7 +154,7 @@ class MeshTable:
     @cached_property
     def least_sums(self) -> Floats:
         """[1 + levels] the least sums of all layers: of ``pace``, and of ``value`` at every level."""
-        return _least_sums(np.where(self.allowed, np.concatenate([self.pace[None], self.value]), inf))
+        return least_sums(np.where(self.allowed, np.concatenate([self.pace[None], self.value]), inf))
 
     @cached_property
     def most_bytes(self) -> float:
@@ -254,103 +236,6 @@ def representative_microbatches(schedule: str, p: int, m: int) -> int:
     return few if few // p == sum(kept) else m
 
 
-# ---- bounds on all cuts
-
-
-def mesh_bound(mesh: MeshTable, m: int, groups: int) -> float:
-    """Seconds that no pipeline of at most ``groups`` groups of a mesh undercuts, whatever its cuts and schedule."""
-    if (np.diagonal(mesh.peak, 1) > mesh.most_bytes).any():
-        return inf
-    return max(m * _mean_load(mesh, groups), _mean_work(mesh, m) / groups)
-
-
-def _mean_work(mesh: MeshTable, m: int) -> float:
-    """The least sum of ``least_work`` of all layers; 0 where that says no more than ``_mean_load``."""
-    if mesh.work is None:
-        return 0.0
-    return float(_least_sums(np.where(mesh.allowed, mesh.least_work(m), inf)))
-
-
-def _mean_load(mesh: MeshTable, groups: int) -> float:
-    """The least mean load of so many groups, with one microbatch in flight."""
-    prices = groups * np.maximum(mesh.byte, mesh.saved_byte)
-    pace, values = mesh.least_sums[0], mesh.least_sums[1:]
-    return max(float(pace), float((values - mesh.most_bytes * prices).max(initial=0.0))) / groups
-
-
-def _most_groups(cases: Sequence[PipelineCase]) -> dict[str, int]:
-    """The largest number of groups of each schedule with one chunk per group."""
-    most: dict[str, int] = {}
-    for case in cases:
-        if case.chunks == 1:
-            most[case.schedule] = max(case.groups, most.get(case.schedule, 0))
-    return most
-
-
-def least_paths(mesh: MeshTable, m: int, most: Mapping[str, int]) -> dict[str, Floats]:
-    """By schedule, [most + 1] the least W of pipelines of so many stages, on lower bounds of these."""
-    seconds, count = cache(mesh.least_seconds), max(most.values(), default=0)
-    work = np.where(mesh.allowed, mesh.least_work(m), inf)
-    works = [_paths([(work, mesh.forward)] * count)] if mesh.work is not None else []  # else heads are no less
-    # A microbatch's way there and back, without the gradients of weights where these may wait: nothing but the first
-    # stage's work per step follows on it, so values that have more of that in them bound what begins with the forwards
-    # before a stage and ends with its own work.
-    ways = {split: np.where(mesh.allowed, mesh.trip if split else mesh.pace, inf) for split in set(map(is_split, most))}
-    tails = {split: _least_tails(way) for split, way in ways.items()}
-    trips = {split: _paths([(m * way, way)] * count) + mesh.tied(count) for split, way in ways.items()}
-
-    def stage(name: str, left: int) -> tuple[Floats, Floats | float]:
-        """The seconds of the first of so many stages, and those that the others wait for it."""
-        flight, split = in_flight_formula(name, 0, left, m), is_split(name)
-        bound = seconds(flight)  # of several stages the first holds as many as any that is so far from the end
-        if name == PIPEDREAM:
-            return m * bound, 0.0
-        head = m * bound
-        if flight <= m:
-            head = np.maximum(head, (m - flight + 1) * bound + (flight - 1) * mesh.backward + tails[split])
-        return head, mesh.forward if split or mesh.whole else np.maximum(bound, mesh.forward)
-
-    found = {}
-    for name, groups in most.items():
-        found[name] = _paths(stage(name, left) for left in range(1, groups + 1))
-        for least in (trips[is_split(name)], *works) if name != PIPEDREAM else ():
-            found[name] = np.maximum(found[name], least[: groups + 1])
-    return found
-
-
-def _paths(stages: Iterable[tuple[Floats, Floats | float]]) -> Floats:
-    """[stages + 1] the least W of so many stages, of [L, L + 1] the seconds of each and those that the others wait for
-    it, from the last stage to the first."""
-    rest, paths = None, [inf]
-    for head, wait in stages:
-        if rest is None:
-            rest = np.where(np.arange(head.shape[1]) == len(head), 0.0, inf)
-        rest = np.append(np.maximum(head, wait + rest).min(axis=1), inf)
-        paths.append(float(rest[0]))
-    return np.array(paths)
-
-
-def case_bounds(mesh: MeshTable, m: int, cases: Sequence[PipelineCase]) -> list[float]:
-    """Seconds that no pipeline of each case undercuts, whatever its cuts: with one chunk per group the least W on lower
-    bounds of stages, else the mean load or the largest chunk."""
-    count = max((case.groups * case.chunks for case in cases if case.chunks > 1), default=0)
-    slowest = _least_largest(np.where(mesh.allowed, mesh.pace, inf), count)
-    trip = float(_least_sums(np.where(mesh.allowed, mesh.trip, inf)))  # of one microbatch through all layers
-    trips = {"interleaved": float(mesh.least_sums[0]), "zb-v": trip}
-    ends, paths = _mean_work(mesh, m), least_paths(mesh, m, _most_groups(cases))
-    return [
-        float(paths[case.schedule][case.groups])
-        if case.chunks == 1
-        else max(
-            m * _mean_load(mesh, case.groups),
-            ends / case.groups,
-            m * float(slowest[case.groups * case.chunks]),
-            trips[case.schedule] + (0.0 if case.schedule == "zb-v" else float(mesh.tied(case.groups)[-1])),
-        )
-        for case in cases
-    ]
-
-
 def groups_that_fit(mesh: MeshTable, m: int, most: int) -> list[int]:
     """The numbers of groups, up to ``most``, of which some pipeline under 1F1B fits by the table: no schedule holds
     less."""
@@ -365,7 +250,7 @@ def groups_that_fit(mesh: MeshTable, m: int, most: int) -> list[int]:
     return found
 
 
-def _least_tails(values: Floats) -> Floats:
+def least_tails(values: Floats) -> Floats:
     """[…, L + 1] the least sum of values […, L, L + 1] from each border on, cut into any number of runs."""
     layers = values.shape[-2]
     tails = np.full((*values.shape[:-2], layers + 1), inf)
@@ -375,19 +260,9 @@ def _least_tails(values: Floats) -> Floats:
     return tails
 
 
-def _least_sums(values: Floats) -> Floats:
+def least_sums(values: Floats) -> Floats:
     """[…] the least sum of values […, L, L + 1] along all layers, cut into any number of runs."""
-    return np.asarray(_least_tails(values)[..., 0])
-
-
-def _least_largest(values: Floats, most: int) -> Floats:
-    """[most + 1] the least largest of values [L, L + 1] along exactly so many runs of layers."""
-    value, out = np.full(len(values) + 1, inf), np.full(most + 1, inf)
-    value[0] = 0.0
-    for count in range(1, most + 1):
-        value = np.maximum(value[:-1, None], values).min(axis=0)
-        out[count] = value[-1]
-    return out
+    return np.asarray(least_tails(values)[..., 0])
 
 
 def dual_levels(mesh: MeshTable, m: int, case: PipelineCase) -> list[int]:

@@ -36,7 +36,8 @@ from numpy.typing import NDArray
 from .cutting_planes import least_makespan
 from .families import generate, in_flight_formula, is_split, virtual_order
 from .recurrence import fill_share
-from .regular import MeshTable, Parts, PipelineCase, dual_levels, in_flight_by_chunk, least_paths
+from .regular import MeshTable, Parts, PipelineCase, dual_levels, in_flight_by_chunk
+from .regular_bounds import placed_bound
 from .table import Floats, Mix, Pipeline, StageChoice
 
 __all__ = ["RegularAnswer", "close_bound", "played_bound", "solve_case"]
@@ -60,7 +61,9 @@ class RegularAnswer:
 
 
 def close_bound(mesh: MeshTable, m: int, case: PipelineCase) -> float:
-    """A closer bound on a case with several chunks per group: on the divisions that are looked at."""
+    """A closer bound on a case: with several chunks per group, on the divisions that are looked at."""
+    if case.chunks == 1:
+        return placed_bound(mesh, m, case)
     solver = _Solver(mesh, m, case)
     return min((solver.bound(cuts) for cuts in solver.divisions), default=inf)
 
@@ -118,7 +121,7 @@ class _Solver:
         """The cuts and levels of least W, and the least W on lower bounds."""
         p, m, mesh, table = self.case.groups, self.m, self.mesh, self.mesh.table
         layers = table.num_layers
-        low_s = float(least_paths(mesh, m, {self.case.schedule: p})[self.case.schedule][p])
+        low_s = placed_bound(mesh, m, self.case)
         rest = np.where(np.arange(layers + 1) == layers, 0.0, inf)
         ends, chosen = [], list[_Runs]()
         for k in reversed(range(p)):

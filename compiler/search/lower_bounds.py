@@ -7,7 +7,7 @@ times the number of these microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
 from math import inf, log2
@@ -388,12 +388,12 @@ class RowGroup:
     def least_messages(self, sub: Submesh, m: int) -> np.ndarray:
         """[2, borders] the least seconds to receive what crosses each border, and to get its gradients back."""
         v, num = self.variant(sub, m), len(self.composer.cases.layering.crossing)
-        both, known = np.zeros((2, num)), dict[Hashable, list[float]]()
+        both, known = np.zeros((2, num)), dict[int, list[float]]()
         for border in range(1, num - 1):
-            key = self.composer.cases.border_key(border)
+            seconds = self.composer.border_seconds(border, near=True)
+            key = id(seconds[0])  # borders that are alike share it
             if key not in known:
                 possible = self.composer.states(border)[1][v]
-                seconds = self.composer.border_seconds(border)
                 known[key] = [one[possible, v].min() for one in seconds] if possible.any() else [0.0, 0.0]
             both[:, border] = known[key]
         return both

@@ -22,15 +22,8 @@ import numpy as np
 from ..cost.gradient_reduction import lower_by_overlap, max_overlap
 from ..errors import OverfullError
 from ..pipeline.families import PIPEDREAM
-from ..pipeline.regular import (
-    MeshTable,
-    PipelineCase,
-    case_bounds,
-    dual_levels,
-    groups_that_fit,
-    mesh_bound,
-    places,
-)
+from ..pipeline.regular import MeshTable, PipelineCase, dual_levels, groups_that_fit, places
+from ..pipeline.regular_bounds import case_bounds, mesh_bound
 from ..pipeline.regular_solver import RegularAnswer, close_bound, played_bound, solve_case
 from ..pipeline.stage_dp import bound_of
 from ..pipeline.table import Floats, PipelineTable
@@ -295,8 +288,7 @@ class RegularSearch:
         assert case is not None
         assert most_s is not None
         if case.chunks > 1:
-            entry, behind = np.stack([tables.least_messages(one, m) for one in self.meshes[waiting.mesh]], axis=1)
-            mesh = replace(self._bounds[m, waiting.mesh], entry=entry, behind=behind)
+            mesh = self._bounds[m, waiting.mesh]
             return self._true_bound(m, played_bound(mesh, m, case, solved.divisions))
         levels = [*self._bound_levels(m, waiting.mesh, self._grid(m, waiting.mesh)), self._trip_level(m)]
         cuts = replace(tables.cuts, stages=(case.groups, case.groups))
@@ -347,7 +339,7 @@ class RegularSearch:
             if case not in self._close[m, g] and self._tighten(m, g):
                 return self._closer_bound(waiting, queue)
             return self._close[m, g].get(case, inf)
-        return self._true_bound(m, close_bound(self._bounds[m, g], m, case)) if case.chunks > 1 else 0
+        return self._true_bound(m, close_bound(self._bounds[m, g], m, case)) if case.groups > 1 else 0
 
     def _tighten(self, m: int, g: int) -> bool:
         """Have prices of memory in the grid of a mesh and count that did without. False if it has them."""
@@ -489,12 +481,13 @@ class RegularSearch:
         value, overlaps = np.array(values).reshape(shape), self._overlaps(m)
         actions_s = tables.group(sub).actions(sub, m)
         forward, backward = tables.least_phases(sub, m)
+        entry, behind = np.stack([tables.least_messages(one, m) for one in sites], axis=1)
         work = None
         if overlaps and PIPEDREAM not in self.search.space.schedules:  # whose steps run into each other
             work = tables.least_work(sub, m)
         return MeshTable(
             table, len(sites), pace, value, byte, saved, trip, forward, backward, peak, near, hosts,
-            not overlaps or self._is_alone(g), actions_s, work, self._tied(g), tables.cuts,
+            not overlaps or self._is_alone(g), actions_s, work, self._tied(g), tables.cuts, entry, behind,
         )  # fmt: skip
 
     def _tied(self, g: int) -> Floats:

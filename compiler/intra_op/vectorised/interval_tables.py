@@ -169,20 +169,27 @@ class IntervalComposer:
 
     # ---- borders
 
-    def border_seconds(self, boundary: int) -> tuple[np.ndarray, np.ndarray]:
+    def border_seconds(self, boundary: int, near: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """(entry, exit) seconds [states, cases]: receiving the tensors that cross here in each state, and getting their
-        cotangents back. Without a stage's actions."""
-        key = self.cases.border_key(boundary)
+        cotangents back. Without a stage's actions. near: only what the layer in front makes and the layer behind
+        reads, which no pipeline sends past a stage."""
+        some = self._near[boundary] if near else tuple(range(len(self.cases.layering.crossing[boundary])))
+        key = self.cases.border_key(boundary), some
         if key not in self._borders:
-            self._borders[key] = self._price_border(boundary)
+            self._borders[key] = self._price_border(boundary, some)
         return self._borders[key]
 
-    def _price_border(self, boundary: int) -> tuple[np.ndarray, np.ndarray]:
+    @cached_property
+    def _near(self) -> list[tuple[int, ...]]:
+        return self.cases.layering.between_neighbours(self.cases.source)
+
+    def _price_border(self, boundary: int, tensors: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         cases = self.cases
         states, _ = self.states(boundary)
         entry, leave = (np.zeros((len(states), cases.num)) for _ in range(2))
         nodes, grad = cases.source.by_name(), cases.layering.needs_grad
-        for t, name in enumerate(cases.layering.crossing[boundary]):
+        for t in tensors:
+            name = cases.layering.crossing[boundary][t]
             kind = nodes[name].meta["type"]
             whole = cases.shapes(kind).prod(axis=1)[cases.extent_of] * float(kind.dtype.itemsize)
             whole *= wire_share(cases.communication.activations, kind)

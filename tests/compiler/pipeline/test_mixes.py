@@ -10,7 +10,8 @@ import pytest
 from meshwright.compiler.pipeline.bounds import clock_seconds
 from meshwright.compiler.pipeline.families import in_flight_formula
 from meshwright.compiler.pipeline.recurrence import fill_share
-from meshwright.compiler.pipeline.regular import MeshTable, PipelineCase, case_bounds
+from meshwright.compiler.pipeline.regular import MeshTable, PipelineCase
+from meshwright.compiler.pipeline.regular_bounds import case_bounds
 from meshwright.compiler.pipeline.regular_solver import solve_case
 from meshwright.compiler.pipeline.table import Mix, Pipeline, PipelineTable, StageOption
 

@@ -16,13 +16,12 @@ from meshwright.compiler.pipeline.recurrence import fill_share
 from meshwright.compiler.pipeline.regular import (
     MeshTable,
     PipelineCase,
-    case_bounds,
     groups_that_fit,
     in_flight_by_chunk,
-    mesh_bound,
     places,
     representative_microbatches,
 )
+from meshwright.compiler.pipeline.regular_bounds import case_bounds, mesh_bound
 from meshwright.compiler.pipeline.regular_solver import _even, _Solver, close_bound, played_bound, solve_case
 from meshwright.compiler.pipeline.schedule import in_flight
 from meshwright.compiler.pipeline.table import Pipeline, PipelineTable, StageConstraints, StageOption
