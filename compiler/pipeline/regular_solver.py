@@ -371,12 +371,31 @@ class _Solver:
 
     def bound(self, cuts: Sequence[int]) -> float:
         """A lower bound on the makespan of every pipeline with these cuts."""
-        mesh, m, (first, end) = self.mesh, self.m, np.moveaxis(self._ranges(cuts), 2, 0)  # [groups, chunks]
-        pace, loads = mesh.pace[first, end], self._least_loads(cuts)
-        ahead = _sums_before(mesh.forward[first[:, 0], end[:, 0]])
-        before = _sums_before(pace[:, 0]) if self.case.schedule == "interleaved" else 0.0
-        works = np.maximum(m * loads, mesh.least_work(m)[first, end].sum(axis=1))
-        return float(np.maximum(ahead + works, before + m * (pace.sum(axis=1) if mesh.whole else loads)).max())
+        mesh, m, p, schedule = self.mesh, self.m, self.case.groups, self.case.schedule
+        groups, (first, end) = [group for group, _ in self._places], np.array(list(pairwise(cuts))).T
+        pace = mesh.pace[first, end]  # of the virtual stages, as all up to ``received``
+        way = mesh.trip[first, end] if is_split(schedule) else pace
+        ahead, back = (np.append(some, 0.0) for some in mesh.least_messages(cuts, groups))
+        ways = way + ahead + back
+        received = np.roll(ahead, 1) + back
+        longest = np.zeros(p)
+        np.maximum.at(longest, groups, np.maximum(np.roll(ahead, 1), back))
+
+        def of_groups(values: Floats) -> Floats:
+            return m * np.bincount(groups, values, p)
+
+        def least(seconds: Floats) -> Floats:
+            return np.maximum.reduce([seconds, turns, (seconds + of_groups(received)) / 2 - longest])
+
+        held = [in_flight_formula(schedule, k, p, m, self.case.chunks) for k in range(p)]
+        turns = of_groups(np.cumsum(ways[::-1])[::-1]) / held
+        loads = m * self._least_loads(cuts)
+        own = np.maximum(least(loads), of_groups(mesh.least_work(m)[first, end]) / m)
+        if schedule == "interleaved":
+            own[[0, -1]] += mesh.tied(p)[p]
+        returns = least(of_groups(way) if is_split(schedule) or mesh.whole else loads)
+        begins, ways = _sums_before((mesh.forward[first, end] + ahead)[:p]), _sums_before(ways[:p])
+        return float(max((begins + own).max(), (ways + returns).max()))
 
     def _least_loads(self, cuts: Sequence[int]) -> Floats:
         """[groups] the least seconds per microbatch of its chunks within its memory; inf if they never fit."""

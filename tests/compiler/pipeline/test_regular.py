@@ -305,7 +305,7 @@ def even_mesh(layers: int) -> MeshTable:
     zero, free = np.zeros_like(work), np.zeros(1)
     table = PipelineTable(layers, 2, (StageOption(1, (0, 1), (9.0, 9.0)),), work, zero, zero, zero, zero, zero, zero)
     return MeshTable(
-        table, 1, work[0], work, free, free, work[0], work[0] / 3, work[0] * 2 / 3, zero[0], [(True, True)], [0, 0]
+        table, 1, work[0], work, free, free, work[0] * 2 / 3, work[0] / 3, work[0] * 2 / 3, zero[0], [(True, True)], [0, 0]
     )
 
 
