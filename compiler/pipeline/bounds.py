@@ -67,9 +67,10 @@ import numpy as np
 
 from .families import PIPEDREAM, generate, is_split
 from .k_best import LIMIT_STEPS, Mode, evaluate, gather_arcs, minimise
-from .recurrence import Rows, StageRecurrence, turn_lines
+from .recurrence import Rows, StageRecurrence
 from .simulate import simulate, simulate_steady_state
 from .table import Floats, Ints, LowerBounds, Pipeline, PipelineTable, StageChoice, StageConstraints
+from .waits import StageSeconds, wait_lines
 
 __all__ = ["TRIALS", "BoundCosts", "Makespan", "MakespanBound", "candidate_makespan", "clock_seconds"]
 
@@ -86,21 +87,25 @@ class BoundCosts:
     than ``cap_s`` are impossible."""
 
     def __init__(self, floors: LowerBounds, rows: Rows, m: int, schedule: str) -> None:
-        self.floors, self.rows, self.m, self.schedule, self.cap_s = floors, rows, m, schedule, inf
+        self.m, self.schedule, self.cap_s = m, schedule, inf
         leaves, enters = rows.end < rows.num_layers, rows.first > 0
         self.pace = rows.packed(floors.pace_s)
         none = np.broadcast_to(0.0, self.pace.shape)
-        self.whole = none if floors.whole_s is None else rows.packed(floors.whole_s)
-        self.step = none if floors.step_s is None else rows.packed(floors.step_s)
-        self.behind = none if floors.transfer_s is None else np.where(leaves, rows.packed(floors.transfer_s), 0.0)
-        room = rows.limit[:, None] - (0.0 if floors.transient is None else rows.packed(floors.transient))
+
+        def packed(array: Floats | None) -> Floats:
+            return none if array is None else rows.packed(array)
+
+        self.whole, self.step = packed(floors.whole_s), packed(floors.step_s)
+        self.behind = np.where(leaves, packed(floors.transfer_s), 0.0)
+        room = rows.limit[:, None] - packed(floors.transient)
         self.room = np.broadcast_to(np.maximum(room, 0.0), self.pace.shape)
         self.is_first = np.broadcast_to(~enters, self.pace.shape)
-        entry = none if floors.entry_s is None else rows.packed(floors.entry_s)
-        self.once = np.where(self.is_first, self.step, entry)
+        self.entry = np.where(self.is_first, 0.0, packed(floors.entry_s))
+        self.once = np.where(self.is_first, self.step, self.entry)
+        self.returned = none if floors.entry_s is None else self.behind
+        self.forward, self.backward, self.trip = map(packed, (floors.forward_s, floors.backward_s, floors.trip_s))
         self.lagrange = [(row, rows.packed(row.value)) for row in floors.rows]
         self.split = is_split(schedule)
-        self.returns = floors.forward_share + floors.input_share if self.split else 1.0
         self._all: dict[int, tuple[Floats, Floats, Floats]] = {}  # by q, of all rows and pairs
 
     def _at_least(self, q: int, row: Ints | slice, pair: Ints | slice) -> tuple[Floats, Floats, Floats]:
@@ -113,7 +118,7 @@ class BoundCosts:
 
     def _computed(self, q: int, row: Ints | slice, pair: Ints | slice) -> tuple[Floats, Floats, Floats]:
         pace, whole, room = self.pace[row, pair], self.whole[row, pair], self.room[row, pair]
-        trip = np.broadcast_to(0.0, pace.shape)
+        trip = self.trip[row, pair]
         for one, value in self.lagrange:
             least = value[row, pair] - room * max(one.byte, one.saved_byte / q)
             if one.whole:
@@ -123,7 +128,7 @@ class BoundCosts:
             else:
                 pace = np.maximum(pace, least)
         possible = np.where(np.isfinite(pace), pace, 0.0)
-        trip = np.maximum(self.returns * possible, np.where(np.isfinite(trip), trip, 0.0)) if self.split else possible
+        trip = np.where(np.isfinite(trip), trip, 0.0) if self.split else possible
         pace = np.maximum(pace, trip)
         return pace, np.maximum(self.m * whole, self.m * pace + self.step[row, pair]), trip
 
@@ -140,27 +145,28 @@ class BoundCosts:
         return head, trip + self.behind[row, pair] + self.once[row, pair]
 
     def turns(self, q: int, left: int, row: Ints | slice, pair: Ints | slice) -> Sequence[tuple[float, Floats]]:
-        """The lines of ``back``."""
-        head, trip = self._there_and_back(q, row, pair)
-        way = trip, trip + self.behind[row, pair], self.once[row, pair], head
-        lines = turn_lines(self.schedule, self.m, q, left, way)
-        if self.split:
-            pace, _, _ = self._at_least(q, row, pair)
-            weights = self.m - 1 - q + left if q < self.m else 0  # q = p: those that come before the last I
-            possible = np.where(np.isfinite(pace), pace, trip)
-            lines.append((0.0, self.m * trip + weights * (possible - trip) + self.once[row, pair]))
-        return lines
+        """The lines of ``back``: those of ``waits``, with the messages at the stage's ends."""
+        pace, _, trip = self._at_least(q, row, pair)
+        pace = np.where(np.isfinite(pace), pace, trip)
+        entry, returned = self.entry[row, pair], self.returned[row, pair]
+        of = StageSeconds(pace, trip, self.forward[row, pair], self.backward[row, pair], entry, returned)
+        # zb-h1: q = p if that is less than m; else how many stages are ahead is not known
+        flight, ahead = (min(q, left), q - left if q < self.m else self.m) if self.split else (q, 0)
+        lines = wait_lines(self.schedule, self.m, flight, ahead, of)
+        behind, once = self.behind[row, pair], self.once[row, pair]
+        return [(slope, constant + slope * behind + once) for slope, constant in lines]
 
     def parts(self, q: int) -> Sequence[Floats]:
         """The values that the constants of ``turns`` grow with, beside head and fill."""
         pace, _, trip = self._at_least(q, slice(None), slice(None))
-        parts = trip, self.behind if self.schedule == "gpipe" else trip + self.behind
-        return (*parts, np.where(np.isfinite(pace), pace, trip)) if self.split else parts
+        known = self.entry, self.behind, self.forward, self.backward
+        return trip, np.where(np.isfinite(pace), pace, trip), *known
 
     def ahead(self, q: int, row: Ints | slice, pair: Ints | slice) -> tuple[Floats, Floats]:
         """H: to a stage, its work, and its end of step."""
-        pace, whole, _ = self._at_least(q, row, pair)
-        return whole, self.floors.forward_share * np.where(np.isfinite(pace), pace, 0.0)
+        _, whole, _ = self._at_least(q, row, pair)
+        entry = self.entry[row, pair]
+        return whole + entry, self.forward[row, pair] + entry
 
 
 class MakespanBound:
@@ -183,7 +189,7 @@ class MakespanBound:
         if not len(self.rows.option):
             return most
         bound = self._narrowed(most, trials)
-        if self.bounds.forward_share and bound < most:
+        if self.bounds.forward_s is not None and bound < most:
             search = StageRecurrence(self.rows, self.costs.ahead, self.in_flight, self.allowed)
             solution = minimise(search, self.of, most=most)
             bound = max(bound, most if solution is None else min(solution.best, most))

@@ -35,15 +35,15 @@ tried. Under zb-h1 ``case_bounds`` also have W on t without the gradients of wei
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
-from math import ceil, inf
+from math import inf
 
 import numpy as np
 
 from .families import PIPEDREAM, in_flight_formula, is_split
 from .regular import MeshTable, PipelineCase, least_sums, least_tails
 from .table import Floats
+from .waits import StageSeconds, wait_lines
 
 __all__ = ["case_bounds", "least_paths", "mesh_bound", "placed_bound"]
 
@@ -166,7 +166,8 @@ def placed_bound(mesh: MeshTable, m: int, case: PipelineCase) -> float:
     # of them; until all have ended their step
     way = back = whole = np.where(np.arange(borders) == borders - 1, 0.0, _NEVER)
     for k in reversed(range(p)):
-        t = np.minimum(seconds(in_flight_formula(name, k, p, m)), _NEVER)
+        held = in_flight_formula(name, k, p, m)
+        t = np.minimum(seconds(held), _NEVER)
         own = np.maximum(work, m * t)
         if name == PIPEDREAM:  # a step runs into the next
             whole = np.append(np.maximum(own, whole).min(axis=1), _NEVER)
@@ -177,8 +178,9 @@ def placed_bound(mesh: MeshTable, m: int, case: PipelineCase) -> float:
             t = np.where(t < _NEVER, mesh.pace, _NEVER)
         trip = np.where(t < _NEVER, np.minimum(mesh.trip, t), _NEVER) if is_split(name) else t
         entry = mesh.hop(k - 1, k)[0][:-1, None] if k else 0.0
-        stage = _Stage(name, m, k, p, t, trip, mesh.forward, mesh.backward, entry, returned, messages + way)
-        last = stage.last_backward()
+        q = min(m, p - k) if is_split(name) else held
+        lines = wait_lines(name, m, q, k, StageSeconds(t, trip, mesh.forward, mesh.backward, entry, returned))
+        last = np.maximum.reduce([slope * (messages + way) + constant for slope, constant in lines])
         own = np.maximum(own, last) + (tied_s if k in (0, p - 1) else 0.0)
         back_s = np.maximum(last, trip + messages + back) + (tied_s if k == 0 else 0.0)
         back = np.append(back_s.min(axis=1), _NEVER)
@@ -186,49 +188,3 @@ def placed_bound(mesh: MeshTable, m: int, case: PipelineCase) -> float:
         way = np.append((trip + messages + way).min(axis=1), _NEVER)
     found = max(float(whole[0]), 0.0 if name == PIPEDREAM else float(back[0]))
     return found if found < _NEVER else inf
-
-
-@dataclass(frozen=True, eq=False)
-class _Stage:
-    """Lower bounds [L, L + 1] of stage k of p: ``t`` all actions of a microbatch, ``trip`` those on its way there and
-    back, forward and backward alone; ``entry`` and ``returned`` the messages that its forwards and its backwards wait
-    for; ``rest`` the way there and back behind it."""
-
-    schedule: str
-    m: int
-    k: int
-    p: int
-    t: Floats
-    trip: Floats
-    forward: Floats
-    backward: Floats
-    entry: Floats | float
-    returned: Floats
-    rest: Floats
-
-    def last_backward(self) -> Floats:
-        """Seconds from the beginning of its first forward to the end of its last backward."""
-        split, m, k, t, trip = is_split(self.schedule), self.m, self.k, self.t, self.trip
-        f, b, x, y, rest = self.forward, self.backward, self.entry, self.returned, self.rest
-        if self.schedule == "gpipe":
-            return np.asarray(t + rest + (m - 1) * (np.maximum(f, x) + np.maximum(b, y)))
-        q = min(m, self.p - k) if split else in_flight_formula(self.schedule, k, self.p, m)
-        turns = m - q
-        bare = min(k, turns) if split else 0  # turns without a W
-        full = turns - bare
-        ends = max(0, min(q - 1, m - 1 - max(turns, k)) if split else q - 1) * b
-        forwards = (q - 1) * np.maximum(f, x)
-        awaited = trip + x if split else f + x
-        found = [
-            trip + np.maximum(rest, forwards) + bare * trip + full * t + ends,
-            trip + rest + bare * y + full * (b + y) + np.maximum((q - 1) * y, ends),
-            trip + forwards + bare * (f + x) + full * awaited + np.maximum(rest, ends),
-            ceil(m / q) * (trip + rest),
-        ]
-        if turns:
-            one, others, more = (trip, bare - 1, full) if bare else (t, 0, full - 1)
-            between = np.maximum(bare * trip + full * t, one + others * (f + x) + more * awaited)
-            found.append(trip + rest + between + np.maximum(rest, ends))
-        if split:
-            found.append(m * trip + max(0, m - 1 - k) * (t - trip))
-        return np.maximum.reduce(found)

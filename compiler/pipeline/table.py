@@ -87,9 +87,9 @@ class LowerBounds:
     """Lower bounds on every strategy of a stage; arrays [options, L, L + 1].
 
     pace_s: seconds per microbatch; whole_s: these and its per-step work / m together; step_s: per-step work;
-    transfer_s: messages across the border behind the stage, there and back; entry_s: across the border before it (each
-    in one of the two); transient: bytes beside resident and saved ones. forward_share and input_share: at least this
-    part of any choice's pace is forward, and backward of inputs.
+    entry_s: a message ahead across the border before the stage; transfer_s: one back across the border behind it (both
+    where entry_s is None); transient: bytes beside resident and saved ones. forward_s, backward_s: seconds of a
+    microbatch's forward, and of its backward, alone; trip_s: of both without the gradients of weights.
     """
 
     options: tuple[StageOption, ...]
@@ -99,13 +99,15 @@ class LowerBounds:
     transfer_s: Floats | None = None
     transient: Floats | None = None
     entry_s: Floats | None = None
-    forward_share: float = 0.0
-    input_share: float = 0.0
+    forward_s: Floats | None = None
+    backward_s: Floats | None = None
+    trip_s: Floats | None = None
     rows: tuple[LagrangianBound, ...] = ()
 
     def __post_init__(self) -> None:
         shape = (len(self.options), *self.pace_s.shape[1:])
-        _check_arrays(self, shape, ("pace_s", "whole_s", "step_s", "transfer_s", "transient", "entry_s"))
+        optional = ("whole_s", "step_s", "transfer_s", "transient", "entry_s", "forward_s", "backward_s", "trip_s")
+        _check_arrays(self, shape, ("pace_s", *optional))
         for row in self.rows:
             _check_arrays(row, shape, ("value",))
 

@@ -269,7 +269,11 @@ class SearchBounds:
         ends = np.stack([self.least_messages(sub, m) for sub in subs])
         enter, behind = np.broadcast_to(ends[:, 0, :-1, None], shape), np.broadcast_to(ends[:, 1, None, :], shape)
         whole = np.stack([self.least_work(sub, m) for sub in subs]) / m if work else None
-        return LowerBounds(options, pace, whole, transfer_s=behind, entry_s=enter, rows=tuple(rows))
+        forward, backward = np.stack([self.least_phases(sub, m) for sub in subs], axis=1)
+        return LowerBounds(
+            options, pace, whole, transfer_s=behind, entry_s=enter, forward_s=forward, backward_s=backward,
+            rows=tuple(rows),
+        )  # fmt: skip
 
     def sent_bytes(self, sub: Submesh, m: int) -> np.ndarray:
         """As ``RowGroup.sent_bytes``."""

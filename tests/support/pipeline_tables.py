@@ -61,7 +61,7 @@ def random_table(rng: np.random.Generator, layers: int, devices: int, shapes: in
         rows.append(LagrangianBound(byte, saved_byte, least(value), whole))
     floors = LowerBounds(
         tuple(options[::levels]), least(pace), least(pace + step / m), least(step), least(transfer), least(transient),
-        None if entry is None else least(entry), 1 / 3, 1 / 3, tuple(rows),
+        None if entry is None else least(entry), least(pace) / 3, least(pace) * 2 / 3, least(pace) * 2 / 3, tuple(rows),
     )  # fmt: skip
     return BoundedTable(
         layers, devices, tuple(options), pace, transfer, step, resident, saved, transient, entry, floors=floors
