@@ -101,7 +101,9 @@ class BoundCosts:
         self.room = np.broadcast_to(np.maximum(room, 0.0), self.pace.shape)
         self.is_first = np.broadcast_to(~enters, self.pace.shape)
         self.entry = np.where(self.is_first, 0.0, packed(floors.entry_s))
-        self.once = np.where(self.is_first, self.step, self.entry)
+        ends = np.where(enters != leaves, floors.tied_s, 0.0)  # the first and the last of several stages
+        self.tied = np.broadcast_to(ends, self.pace.shape)
+        self.once = np.where(self.is_first, self.step + self.tied, self.entry)
         self.returned = none if floors.entry_s is None else self.behind
         self.forward, self.backward, self.trip = map(packed, (floors.forward_s, floors.backward_s, floors.trip_s))
         self.lagrange = [(row, rows.packed(row.value)) for row in floors.rows]
@@ -135,8 +137,9 @@ class BoundCosts:
     def _there_and_back(self, q: int, row: Ints | slice, pair: Ints | slice) -> tuple[Floats, Floats]:
         """(head, the part of a microbatch's way that is in the stage)."""
         pace, whole, trip = self._at_least(q, row, pair)
-        head = np.where(self.is_first[row, pair] | ~np.isfinite(pace), whole, self.m * trip)
-        head = head + np.where(self.is_first[row, pair], 0.0, self.once[row, pair])
+        first = self.is_first[row, pair]
+        head = np.where(first | ~np.isfinite(pace), whole, self.m * trip)
+        head = head + np.where(first, self.tied[row, pair], self.once[row, pair])
         return np.where(whole <= self.cap_s, head, inf), trip
 
     def back(self, q: int, row: Ints | slice, pair: Ints | slice) -> tuple[Floats, Floats]:
@@ -166,7 +169,7 @@ class BoundCosts:
         """H: to a stage, its work, and its end of step."""
         _, whole, _ = self._at_least(q, row, pair)
         entry = self.entry[row, pair]
-        return whole + entry, self.forward[row, pair] + entry
+        return whole + self.tied[row, pair] + entry, self.forward[row, pair] + entry
 
 
 class MakespanBound:

@@ -89,7 +89,8 @@ class LowerBounds:
     pace_s: seconds per microbatch; whole_s: these and its per-step work / m together; step_s: per-step work;
     entry_s: a message ahead across the border before the stage; transfer_s: one back across the border behind it (both
     where entry_s is None); transient: bytes beside resident and saved ones. forward_s, backward_s: seconds of a
-    microbatch's forward, and of its backward, alone; trip_s: of both without the gradients of weights.
+    microbatch's forward, and of its backward, alone; trip_s: of both without the gradients of weights. tied_s: what
+    the first and the last of several stages exchange at the end of a step.
     """
 
     options: tuple[StageOption, ...]
@@ -102,6 +103,7 @@ class LowerBounds:
     forward_s: Floats | None = None
     backward_s: Floats | None = None
     trip_s: Floats | None = None
+    tied_s: float = 0.0
     rows: tuple[LagrangianBound, ...] = ()
 
     def __post_init__(self) -> None:

@@ -12,6 +12,8 @@ asked to run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
 from math import inf, isfinite
 
 from ..cost.gradient_reduction import lower_by_overlap, raise_by_overlap
@@ -19,6 +21,7 @@ from ..errors import OverfullError
 from ..pipeline.families import EAGER_1F1B, PIPEDREAM, is_split
 from ..pipeline.stage_dp import bound_of
 from .lower_bounds import NO_MULTIPLIER
+from .predict import least_tied_seconds
 from .space import CHUNKED, Submesh
 from .state import Candidate, SearchState
 from .tables import BOUND_TOLERANCE, tables_of
@@ -106,8 +109,32 @@ class IrregularSearch:
         if work := paced and schedule != PIPEDREAM:  # whose steps run into each other
             tables.bound([(sub, m, level) for level in tables.work_levels(m) for sub in tables.submeshes])
         floors = tables.lower_bounds_of(m, levels, work=work)
-        bound_s = bound_of(floors, cluster.num_devices, m, schedule, tables.cuts, most, 2)
-        return max(least_s, bound_s if paced else lower_by_overlap(bound_s, m, cluster, tables.hidden_s))
+
+        def bound(tied_s: float) -> float:
+            found = bound_of(replace(floors, tied_s=tied_s), cluster.num_devices, m, schedule, tables.cuts, most, 2)
+            return found if paced else lower_by_overlap(found, m, cluster, tables.hidden_s)
+
+        apart_s = bound(self._tied_s)
+        # stages of one host exchange shared weights faster, but share all work
+        inside_s = least_s * cluster.num_devices / max(host.num_devices for host in cluster.hosts)
+        if not self._tied_s or len(cluster.hosts) == 1 or apart_s <= inside_s:
+            return max(least_s, apart_s)
+        return max(inside_s, bound(0.0))
+
+    @cached_property
+    def _tied_s(self) -> float:
+        """The least seconds to exchange the weights that the first and the last stage hold, in two hosts if there are
+        several."""
+        search, cluster = self.search, self.search.cluster
+        home = cluster.hosts[0].num_devices if len(cluster.hosts) > 1 else cluster.num_devices - 1
+        sizes = {sub.num_devices for sub in self.tables.submeshes}
+        ends = [0, len(search.layering.layers) - 1]  # whatever the cuts, they are in different stages
+        tied = [node for node, layers in self.tables.shared if [layers[0], layers[-1]] == ends]
+        return sum(
+            min(least_tied_seconds(search.graph, cluster, node, size, [0] * size, [home]) for size in sizes)
+            for node in tied
+            if node.meta["source"].requires_grad and node.name in search.layering.needs_grad
+        )
 
     def _solved(
         self, m: int, schedule: str, limit_s: float, stages: tuple[int, int | None] | None = None

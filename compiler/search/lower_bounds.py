@@ -248,12 +248,10 @@ class SearchBounds:
         """Submeshes of all devices."""
         return [sub for sub in self.submeshes if sub.num_devices == len(self.usable)]
 
-    def lower_bounds_of(
-        self, m: int, priced: Sequence[int], subs: Sequence[Submesh] = (), work: bool = False
-    ) -> LowerBounds:
-        """Lower bounds of some submeshes, by default all: seconds per microbatch, messages and, at the levels
-        ``priced``, Lagrangian values; all work of a step, less what may hide, if ``work``."""
-        subs = subs or self.submeshes
+    def lower_bounds_of(self, m: int, priced: Sequence[int], work: bool = False) -> LowerBounds:
+        """Lower bounds of all submeshes: seconds per microbatch, messages and, at the levels ``priced``, Lagrangian
+        values; all work of a step, less what may hide, if ``work``."""
+        subs = self.submeshes
         shape = len(subs), *self._shape
         rows = []
         for number in priced:

@@ -25,7 +25,6 @@ from ..pipeline.families import PIPEDREAM
 from ..pipeline.regular import MeshTable, PipelineCase, dual_levels, groups_that_fit, places
 from ..pipeline.regular_bounds import case_bounds, mesh_bound
 from ..pipeline.regular_solver import RegularAnswer, close_bound, played_bound, solve_case
-from ..pipeline.stage_dp import bound_of
 from ..pipeline.table import Floats, PipelineTable
 from .lower_bounds import LARGEST_MULTIPLIER, NO_MULTIPLIER
 from .predict import least_tied_seconds
@@ -92,13 +91,13 @@ def _first(heap: Sequence[_Waiting], count: int) -> list[_Waiting]:
 
 @dataclass(order=True, frozen=True)
 class _SolvedBound:
-    """The bound on a case that was solved. most_s: the clock of its fastest pipeline, until ``_path_bound`` lifted the
-    bound; None if it cannot. divisions: those into several chunks per group that were looked at."""
+    """The bound on a case that was solved. is_closest: False until ``_path_bound`` lifted it, where it can. divisions:
+    those into several chunks per group that were looked at."""
 
     bound_s: float
     number: int
     waiting: _Waiting = field(compare=False)
-    most_s: float | None = field(compare=False)
+    is_closest: bool = field(compare=False)
     divisions: Sequence[Sequence[int]] = field(compare=False, default=())
 
 
@@ -135,10 +134,10 @@ class RegularSearch:
         cheap bounds are below all others."""
         left_s = min((one.bound_s for one in (self._queue or ())[:1]), default=inf)
         while self._solved_bounds and (least := self._solved_bounds[0]).bound_s < left_s:
-            if least.most_s is None or self.search.cut_short:
+            if least.is_closest or self.search.cut_short:
                 return least.bound_s
             bound_s = max(least.bound_s, self._path_bound(least))
-            heapreplace(self._solved_bounds, replace(least, bound_s=bound_s, most_s=None))
+            heapreplace(self._solved_bounds, replace(least, bound_s=bound_s, is_closest=True))
         return left_s
 
     @property
@@ -249,14 +248,10 @@ class RegularSearch:
         if self._may_hide(waiting, found):
             _, others = self._answer(waiting, self._hiding_levels(waiting.m, waiting.mesh))
             found += [replace(one, hidden_s=0.0) for one in others]
-        schedule = waiting.case.schedule
         if found:
             bound_s = max(waiting.bound_s, self._true_bound(waiting.m, answer.bound_s))
-            has_path = waiting.case.groups > 1 and schedule != PIPEDREAM
-            most_s = min(one.clock_s for one in found) if has_path else None
-            heappush(
-                self._solved_bounds, _SolvedBound(bound_s, len(self._solved_bounds), waiting, most_s, answer.divisions)
-            )
+            one = _SolvedBound(bound_s, len(self._solved_bounds), waiting, waiting.case.chunks == 1, answer.divisions)
+            heappush(self._solved_bounds, one)
         return found
 
     def _answer(self, waiting: _Waiting, levels: Sequence[int]) -> tuple[RegularAnswer, list[Candidate]]:
@@ -281,19 +276,11 @@ class RegularSearch:
         return any(one.hidden_s - last_s > MIN_HIDDEN_FRACTION * one.clock_s for one in found)
 
     def _path_bound(self, solved: _SolvedBound) -> float:
-        """The bound on a case that follows from the ways of microbatches there and back, with their messages: of all
-        cuts (``pipeline/bounds``), or of the divisions into several chunks."""
-        tables, waiting, most_s = self.tables, solved.waiting, solved.most_s
-        case, m = waiting.case, waiting.m
+        """The bound on a case of several chunks per group by all that follows on each other in its schedule."""
+        case, m = solved.waiting.case, solved.waiting.m
         assert case is not None
-        assert most_s is not None
-        if case.chunks > 1:
-            mesh = self._bounds[m, waiting.mesh]
-            return self._true_bound(m, played_bound(mesh, m, case, solved.divisions))
-        levels = [*self._bound_levels(m, waiting.mesh, self._grid(m, waiting.mesh)), self._trip_level(m)]
-        cuts = replace(tables.cuts, stages=(case.groups, case.groups))
-        floors = tables.lower_bounds_of(m, levels, self.meshes[waiting.mesh])
-        return self._true_bound(m, bound_of(floors, self.search.cluster.num_devices, m, case.schedule, cuts, most_s, 2))
+        mesh = self._bounds[m, solved.waiting.mesh]
+        return self._true_bound(m, played_bound(mesh, m, case, solved.divisions))
 
     def solved_again(self, candidate: Candidate, missed: OverfullError) -> list[Candidate]:
         """The pipelines of the cases that were solved with as many microbatches as ``candidate``, which holds too much,

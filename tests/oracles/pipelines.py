@@ -1,6 +1,6 @@
 """Every pipeline of a small table, and what one costs by the simulated schedule."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import isfinite
 
@@ -54,15 +54,28 @@ def objectives(table: PipelineTable, stages: tuple[StageChoice, ...], m: int, sc
 
 
 def clock(table: PipelineTable, stages: tuple[StageChoice, ...], schedule: str, m: int) -> float:
-    """The simulated makespan: a third of a pace forward, as much for I and for W, half of a message each way."""
+    """The simulated makespan: a third of a pace forward, as much for I and for W."""
     pace = [table.pace_s[stage.option, stage.first_layer, stage.end_layer] for stage in stages]
     step = [table.step_s[stage.option, stage.first_layer, stage.end_layer] for stage in stages]
-    half = {}
-    for k, (stage, after) in enumerate(pairwise(stages)):
-        entry = 0.0 if table.entry_s is None else table.entry_s[after.option, after.first_layer, after.end_layer]
-        half[k, k + 1] = (table.transfer_s[stage.option, stage.first_layer, stage.end_layer] + entry) / 2
+    ahead, back = messages(table, [(stage.option, stage.first_layer, stage.end_layer) for stage in stages])
     run = generate(schedule, len(stages), m)
-    return simulate(run, [t / 3 for t in pace], [t * 2 / 3 for t in pace], half or None, step).makespan_s
+    return simulate(
+        run, [t / 3 for t in pace], [t * 2 / 3 for t in pace], ahead or None, step, back or None
+    ).makespan_s  # fmt: skip
+
+
+def messages(
+    table: PipelineTable, at: Sequence[tuple[int, int, int]]
+) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
+    """Seconds of a message ahead and of one back across each border; where the table does not tell them apart, half of
+    the sum each."""
+    ahead, back = {}, {}
+    for k, (one, other) in enumerate(pairwise(at)):
+        both = float(table.transfer_s[one])
+        ahead[k, k + 1], back[k, k + 1] = (
+            (both / 2, both / 2) if table.entry_s is None else (float(table.entry_s[other]), both)
+        )
+    return ahead, back
 
 
 def meshes(table: PipelineTable, stages: tuple[StageChoice, ...]) -> tuple[tuple[int, ...], ...]:

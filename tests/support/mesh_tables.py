@@ -56,7 +56,8 @@ def mesh_table(rng: np.random.Generator, layers: int, groups: int, levels: int, 
     peak = np.array([[max(layer_peaks[i:j], default=0) for j in range(layers + 1)] for i in range(layers)], dtype=float)
     transient = peak + rng.integers(0, 3, shape)
     step = rng.integers(0, 40, shape) * float(rng.random() < 0.7)
-    messages = float(rng.random() < 0.7)
+    drawn = rng.random()
+    messages = 10.0 if drawn < 0.25 else float(drawn < 0.7)  # slower than the layers, or as fast as some, or free
     forward, weight = rng.uniform(0.2, 0.4, shape), rng.uniform(0.1, 0.5, shape)
     entry, transfer = (
         [messages * rng.integers(0, 6, shape) * (1.0 if one[side] else 3.0) for one in near] for side in (0, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
@@ -61,11 +61,22 @@ def random_table(rng: np.random.Generator, layers: int, devices: int, shapes: in
         rows.append(LagrangianBound(byte, saved_byte, least(value), whole))
     floors = LowerBounds(
         tuple(options[::levels]), least(pace), least(pace + step / m), least(step), least(transfer), least(transient),
-        None if entry is None else least(entry), least(pace) / 3, least(pace) * 2 / 3, least(pace) * 2 / 3, tuple(rows),
+        None if entry is None else least(entry), least(pace) / 3, least(pace) * 2 / 3,
+        least(pace) * 2 / 3, rows=tuple(rows),
     )  # fmt: skip
     return BoundedTable(
         layers, devices, tuple(options), pace, transfer, step, resident, saved, transient, entry, floors=floors
     )
+
+
+def with_slow_messages(table: BoundedTable) -> BoundedTable:
+    """The same table with messages, ahead and back, that take longer than most layers."""
+    assert table.floors is not None
+    shape = table.pace_s.shape
+    entry = np.broadcast_to(40.0 + 20 * np.arange(shape[1])[:, None], shape)
+    transfer = 8 * table.transfer_s
+    floors = replace(table.floors, entry_s=entry[: len(table.floors.options)], transfer_s=8 * table.floors.transfer_s)
+    return replace(table, entry_s=entry, transfer_s=transfer, floors=floors)
 
 
 def random_constraints(rng: np.random.Generator, layers: int) -> StageConstraints:

@@ -20,7 +20,7 @@ from meshwright.compiler.pipeline.table import (
 )
 
 from tests.oracles.pipelines import clock, every_pipeline, meshes, objectives, over_the_limit
-from tests.support.pipeline_tables import even_table, random_constraints, random_table
+from tests.support.pipeline_tables import even_table, random_constraints, random_table, with_slow_messages
 
 FAMILIES = ("1f1b", "gpipe", "zb-h1")
 
@@ -267,12 +267,14 @@ def test_a_cut_off_leaves_out_what_does_not_matter_alone(schedule):
     assert min(kept, left_out) >= 10, (kept, left_out)
 
 
+@pytest.mark.parametrize("slow", [False, True], ids=["", "slow messages"])
 @pytest.mark.parametrize("schedule", [*FAMILIES, "eager-1f1b"])
-def test_no_pipeline_is_faster_than_the_bound_on_all(schedule):
+def test_no_pipeline_is_faster_than_the_bound_on_all(schedule, slow):
     rng, ratios = np.random.default_rng(5), []
     for _ in range(60):
         layers, devices, m = int(rng.integers(2, 6)), int(rng.integers(2, 6)), int(rng.integers(1, 16))
         table = random_table(rng, layers, devices, int(rng.integers(1, 3)), 2, m)
+        table = with_slow_messages(table) if slow else table
         fitting = [
             stages
             for stages in every_pipeline(table, StageConstraints())
