@@ -6,7 +6,8 @@ pipeline whose seconds keep to ``A x ≥ b`` takes at least ::
 
     min t    subject to    A x ≥ b        x ≥ 0        n · x + c ≤ t  for every path
 
-There are too many paths to list. A round (Kelley, "The cutting-plane method for solving convex programs", 1960) plays
+A path ends with the work of a stage at the end of the step, whose seconds are in x, too. There are too many paths to
+list. A round (Kelley, "The cutting-plane method for solving convex programs", 1960) plays
 the schedule and adds its longest path to the linear program, whose optimum is a bound. It is played at a point between
 the last optimum and the best x so far (Ben-Ameur and Neto, "Acceleration of cutting-plane and column generation
 algorithms", 2007), since optima leap from corner to corner.
@@ -45,13 +46,14 @@ def least_makespan(
 ) -> float:
     """Seconds that no pipeline under a schedule undercuts.
 
-    kinds: of its actions, "FB" or "FIW". likely: [kinds · virtual stages] seconds of every virtual stage by kind, to
-    begin with. rows, least: ``rows @ seconds ≥ least`` for all pipelines. ahead_s, back_s: of a message across each
-    border between virtual stages.
+    kinds: of its actions, "FB" or "FIW". likely: [kinds · virtual stages + stages] seconds of every virtual stage by
+    kind, and of every stage at the end of the step, to begin with. rows, least: ``rows @ seconds ≥ least`` for all
+    pipelines. ahead_s, back_s: of a message across each border between virtual stages.
     """
     edges = list(pairwise(range(schedule.num_virtual)))
     ahead, back = dict(zip(edges, ahead_s)), dict(zip(edges, back_s))
     names = [(kind, q) for kind in kinds for q in range(schedule.num_virtual)]
+    names += [("end", stage) for stage in range(schedule.num_stages)]
     unit_s = schedule.num_microbatches * float(likely.sum()) / _UNITS
     program = mathopt.Model()
     seconds = [program.add_variable(lb=0.0) for _ in names]
@@ -63,8 +65,9 @@ def least_makespan(
     played, best, best_s, bound_s = likely, likely, inf, 0.0
     for _ in range(rounds):
         by_kind = dict.fromkeys("FBIW", [0.0] * schedule.num_virtual)
-        by_kind |= zip(kinds, played.reshape(len(kinds), -1).tolist())
-        path = longest_path(schedule, by_kind, ahead, back)
+        actions, ends = np.split(played, [-schedule.num_stages])
+        by_kind |= zip(kinds, actions.reshape(len(kinds), -1).tolist())
+        path = longest_path(schedule, by_kind, ahead, back, ends.tolist())
         times = np.array([path[name] for name in names], dtype=float)
         messages_s = sum(path["forward", e] * ahead[e] + path["backward", e] * back[e] for e in edges)
         if (played_s := float(times @ played) + messages_s) < best_s:

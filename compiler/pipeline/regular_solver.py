@@ -429,19 +429,29 @@ class _Solver:
             kinds, known = "FIW", {"F": forward, "FI": trip, "IW": backward, "FIW": pace}
         else:
             kinds, known = "FB", {"F": forward, "B": backward, "FB": pace}
-        groups = [group for group, _ in self._places]
+        p, groups = case.groups, [group for group, _ in self._places]
+        of_group = np.tile(np.eye(p)[:, groups], len(kinds))
         rows = [np.kron([[kind in some for kind in kinds]], np.eye(len(pace))) for some in known]
-        least = list(known.values())
-        if not mesh.whole:
-            rows.append(np.tile(np.eye(case.groups)[:, groups], len(kinds)))
+        least, work = list(known.values()), mesh.least_work(m)[first, last] @ np.eye(p)[groups]
+        if mesh.whole:
+            work = np.maximum(work, m * loads)
+        else:
+            rows.append(of_group)
             least.append(loads)
+        tied = np.zeros(p)
+        if case.schedule == "interleaved":  # zb-v's first group has both ends
+            tied[[0, -1]] = mesh.tied(p)[p]
+        ends = np.vstack(
+            [np.hstack([m * of_group, np.eye(p)]), np.eye(p, len(kinds) * len(pace) + p, len(kinds) * len(pace))]
+        )
         likely = [np.maximum(pace / len(kinds), known.get(kind, 0.0 * pace)) for kind in kinds]
+        done = m * np.bincount(groups, np.sum(likely, axis=0), p)
         return least_makespan(
-            generate(case.schedule, case.groups, m, case.chunks),
+            generate(case.schedule, p, m, case.chunks),
             kinds,
-            np.concatenate(likely),
-            np.concatenate(rows),
-            np.concatenate(least),
+            np.concatenate([*likely, np.maximum(tied, work + tied - done)]),
+            np.vstack([np.pad(np.concatenate(rows), [(0, 0), (0, p)]), ends]),
+            np.concatenate([*least, work + tied, tied]),
             *mesh.least_messages(cuts, groups),
             rounds,
         )

@@ -222,12 +222,13 @@ def longest_path(
     seconds: Mapping[str, Sequence[float]],
     transfers_s: Mapping[Edge, float],
     backward_transfers_s: Mapping[Edge, float],
+    end_of_step_s: Sequence[float],
 ) -> Counter[tuple[str, int | Edge]]:
     """The actions and messages that follow on each other, and end when ``simulate`` with these seconds does.
 
     seconds: by kind of action ("F", "B", "I", "W"), per virtual stage. Returned is how many there are of each (kind,
-    virtual stage), ("forward", edge) and ("backward", edge). Their seconds add up to a lower bound of the makespan,
-    also for all other seconds: what follows on what is the schedule's.
+    virtual stage), ("forward", edge) and ("backward", edge), and the stage that ends as ("end", stage). Their seconds
+    add up to a lower bound of the makespan, also for all other seconds: what follows on what is the schedule's.
     """
     works = _works(
         schedule,
@@ -236,7 +237,8 @@ def longest_path(
         {edge: _Moment.lasting(t, ("backward", edge)) for edge, t in backward_transfers_s.items()},
     )
     _, ends = _clock(schedule, works)
-    moment: float | None = max(row[-1] for row in ends if row)
+    lasting = [_Moment.lasting(t, ("end", stage)) for stage, t in enumerate(end_of_step_s)]
+    moment: float | None = max(row[-1] + once for row, once in zip(ends, lasting) if row)
     path: Counter[tuple[str, int | Edge]] = Counter()
     while isinstance(moment, _Moment):
         path[moment.what.what] += 1

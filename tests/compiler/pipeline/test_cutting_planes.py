@@ -14,11 +14,12 @@ CASES = [("1f1b", 3, 5, 1), ("interleaved", 2, 4, 3), ("zb-h1", 3, 6, 1), ("zb-v
 
 def clock(schedule, kinds, seconds, ahead, back):
     """Seconds of a step by ``simulate``."""
-    forward, *rest = seconds.reshape(len(kinds), -1)
+    actions, ends = np.split(seconds, [-schedule.num_stages])
+    forward, *rest = actions.reshape(len(kinds), -1)
     edges = list(pairwise(range(len(forward))))
     weights = rest[1] if len(rest) > 1 else 0 * forward
     return simulate(
-        schedule, forward, sum(rest), dict(zip(edges, ahead)), None, dict(zip(edges, back)), weights
+        schedule, forward, sum(rest), dict(zip(edges, ahead)), ends, dict(zip(edges, back)), weights
     ).makespan_s
 
 
@@ -29,9 +30,15 @@ def problem(name, p, m, v, seed):
     return (
         generate(name, p, m, v),
         kinds,
-        rng.uniform(0.5, 1.5, len(kinds) * p * v),
+        rng.uniform(0.5, 1.5, len(kinds) * p * v + p),
         *rng.uniform(0.0, 0.6, (2, p * v - 1)),
     )
+
+
+def and_ends(schedule, rows):
+    """These rows of the seconds of actions, and one of the end of the step of each stage."""
+    ends = np.eye(schedule.num_stages)
+    return np.block([[rows, np.zeros((len(rows), len(ends)))], [np.zeros((len(ends), rows.shape[1])), ends]])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -47,18 +54,18 @@ def test_it_is_the_least_clock_where_only_sums_are_known(case):
     """Of the seconds of a virtual stage in all, and of two of its actions."""
     schedule, kinds, likely, ahead, back = problem(*case, seed=2)
     one = np.eye(schedule.num_virtual)
-    rows = np.concatenate([np.tile(one, len(kinds)), np.kron([[1, 1, 0][: len(kinds)]], one)])
+    rows = and_ends(schedule, np.concatenate([np.tile(one, len(kinds)), np.kron([[1, 1, 0][: len(kinds)]], one)]))
     least = rows @ likely
     found = least_makespan(schedule, kinds, likely, rows, least, ahead, back, 200)
     assert found <= clock(schedule, kinds, likely, ahead, back)
     rng = np.random.default_rng(3)
-    best, best_s = likely.reshape(len(kinds), -1), np.inf
+    best, best_s, virtual = likely, np.inf, schedule.num_virtual
     for turn in range(3000):  # a random walk: seconds go from one action of a virtual stage to another
         x, moved = best.copy(), rng.uniform(0, 1 / (1 + turn / 300))
         one, other = rng.choice(len(kinds), 2, replace=False)
-        x[one, q := rng.integers(schedule.num_virtual)] -= moved
-        x[other, q] += moved
-        if (x >= 0).all() and (rows @ x.ravel() >= least - 1e-12).all():
+        x[one * virtual + (q := rng.integers(virtual))] -= moved
+        x[other * virtual + q] += moved
+        if (x >= 0).all() and (rows @ x >= least - 1e-12).all():
             seconds = clock(schedule, kinds, x, ahead, back)
             best, best_s = (x, seconds) if seconds <= best_s else (best, best_s)
     assert found <= best_s
@@ -67,7 +74,7 @@ def test_it_is_the_least_clock_where_only_sums_are_known(case):
 
 def test_every_round_gives_a_bound():
     schedule, kinds, likely, ahead, back = problem("zb-v", 4, 8, 2, seed=4)
-    rows = np.tile(np.eye(schedule.num_virtual), 3)
+    rows = and_ends(schedule, np.tile(np.eye(schedule.num_virtual), 3))
     found = [least_makespan(schedule, kinds, likely, rows, rows @ likely, ahead, back, n) for n in (1, 5, 20, 100)]
     assert found == sorted(found)
     assert found[0] < 0.99 * found[-1]
@@ -75,7 +82,7 @@ def test_every_round_gives_a_bound():
 
 def test_a_solver_that_gives_up_leaves_the_bound_of_the_rounds_before(monkeypatch):
     schedule, kinds, likely, ahead, back = problem("zb-v", 4, 8, 2, seed=4)
-    rows = np.tile(np.eye(schedule.num_virtual), 3)
+    rows = and_ends(schedule, np.tile(np.eye(schedule.num_virtual), 3))
     asked = schedule, kinds, likely, rows, rows @ likely, ahead, back
     expected, rounds = least_makespan(*asked, 5), []
     original = mathopt.IncrementalSolver.solve

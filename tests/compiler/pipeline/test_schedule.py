@@ -246,13 +246,18 @@ def test_the_longest_path_takes_the_makespan_and_bounds_others(name, chunks):
     def seconds():
         f, i, w = ([draw.uniform(0.1, 2.0) for _ in range(num)] for _ in range(3))
         ahead, back = ({edge: draw.uniform(0.0, 1.0) for edge in pairwise(range(num))} for _ in range(2))
-        return {"F": f, "B": [one + other for one, other in zip(i, w)], "I": i, "W": w}, ahead, back
+        return (
+            {"F": f, "B": [one + other for one, other in zip(i, w)], "I": i, "W": w},
+            ahead,
+            back,
+            [draw.uniform(0.0, 6.0) for _ in range(3)],
+        )
 
-    def makespan(of, ahead, back):
-        return simulate(schedule, of["F"], of["B"], ahead, None, back, of["W"]).makespan_s
+    def makespan(of, ahead, back, ends):
+        return simulate(schedule, of["F"], of["B"], ahead, ends, back, of["W"]).makespan_s
 
-    def along(path, of, ahead, back):
-        every = {(kind, q): t for kind, some in of.items() for q, t in enumerate(some)}
+    def along(path, of, ahead, back, ends):
+        every = {(kind, q): t for kind, some in [*of.items(), ("end", ends)] for q, t in enumerate(some)}
         every |= {("forward", edge): t for edge, t in ahead.items()} | {
             ("backward", edge): t for edge, t in back.items()
         }
