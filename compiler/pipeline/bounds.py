@@ -153,9 +153,12 @@ class BoundCosts:
         pace = np.where(np.isfinite(pace), pace, trip)
         entry, returned = self.entry[row, pair], self.returned[row, pair]
         of = StageSeconds(pace, trip, self.forward[row, pair], self.backward[row, pair], entry, returned)
-        # zb-h1: q = p if that is less than m; else how many stages are ahead is not known
-        flight, ahead = (min(q, left), q - left if q < self.m else self.m) if self.split else (q, 0)
-        lines = wait_lines(self.schedule, self.m, flight, ahead, of)
+        flight = min(q, left) if self.split else q
+        lines = wait_lines(self.schedule, self.m, flight, 0, of)  # of the first stage
+        if self.split:  # q = p if that is less than m; else how many stages are ahead is not known
+            ahead = q - left if q < self.m else self.m
+            others, first = wait_lines(self.schedule, self.m, flight, ahead, of), self.is_first[row, pair]
+            lines = [(slope, np.where(first, one, other)) for (slope, one), (_, other) in zip(lines, others)]
         behind, once = self.behind[row, pair], self.once[row, pair]
         return [(slope, constant + slope * behind + once) for slope, constant in lines]
 
