@@ -41,7 +41,7 @@ from math import inf
 import numpy as np
 
 from .families import PIPEDREAM, in_flight_formula, is_split
-from .regular import MeshTable, PipelineCase, least_sums, least_tails
+from .regular import MeshTable, PipelineCase, least_sums
 from .table import Floats
 from .waits import StageSeconds, wait_lines
 
@@ -84,22 +84,16 @@ def least_paths(mesh: MeshTable, m: int, most: Mapping[str, int]) -> dict[str, F
     work = np.where(mesh.allowed, mesh.least_work(m), inf)
     works = [_paths([(work, mesh.forward)] * count)] if mesh.work is not None else []  # else heads are no less
     # A microbatch's way there and back, without the gradients of weights where these may wait: nothing but the first
-    # stage's work per step follows on it, so values that have more of that in them bound what begins with the forwards
-    # before a stage and ends with its own work.
+    # stage's work per step follows on it.
     ways = {split: np.where(mesh.allowed, mesh.trip if split else mesh.pace, inf) for split in set(map(is_split, most))}
-    tails = {split: least_tails(way) for split, way in ways.items()}
     trips = {split: _paths([(m * way, way)] * count) + mesh.tied(count) for split, way in ways.items()}
 
     def stage(name: str, left: int) -> tuple[Floats, Floats | float]:
         """The seconds of the first of so many stages, and those that the others wait for it."""
-        flight, split = in_flight_formula(name, 0, left, m), is_split(name)
-        bound = seconds(flight)  # of several stages the first holds as many as any that is so far from the end
+        bound = seconds(in_flight_formula(name, 0, left, m))  # of several stages the first holds the most
         if name == PIPEDREAM:
             return m * bound, 0.0
-        head = m * bound
-        if flight <= m:
-            head = np.maximum(head, (m - flight + 1) * bound + (flight - 1) * mesh.backward + tails[split])
-        return head, mesh.forward if split or mesh.whole else np.maximum(bound, mesh.forward)
+        return m * bound, mesh.forward if is_split(name) or mesh.whole else np.maximum(bound, mesh.forward)
 
     found = {}
     for name, groups in most.items():
