@@ -19,9 +19,10 @@ after m t_k (after at least the m F and the m I, m (f_k + i_k)). Stage k − 1 d
 
 So max_k V(k) = W of ``stage_dp``, and its least value over all pipelines is a bound, also if t, x, σ are replaced by
 *floors* that no choice of the stage undercuts: V and H ascend with each of them. Under zb-h1 m t_k with f + i fills is
-no bound: the weights' gradients of stage k may run while the last gradients flow back. But all W of stage k, w_k each,
-but the last k + 1 come before its last I (``families.zb_h1``), so V′(k) + max(0, m − 1 − k) w_k is one. Floors
-of f + i are rows of values that leave w out (``LagrangianBound.trip``).
+no bound: the weights' gradients of stage k may run while the last gradients flow back. What a stage waits for from its
+first forward to its last backward takes the place of V(k)'s m t_k (``waits``). What the first and the last stage
+exchange follows on V(0), H(0) and H(p − 1). Floors of f + i are rows of values that leave w out
+(``LagrangianBound.trip``).
 
 Floors with memory. If (t, resident r, saved s) is a choice that fits with q microbatches in flight, r + q s + transient
 ≤ M, and value ≤ t + λ r + μ s is known for all choices, then λ r + μ s ≤ max(λ, μ/q) (r + q s), so
@@ -44,12 +45,10 @@ slow 1F1B down though they overlap. Under GPipe the last stage does all F before
 Σ_j (f_j + x_j^forward) + (m − 1) f_k for each k, and by symmetry all B take Σ_j (b_j + x_j^backward) + (m − 1) b_k at
 least, so the makespan is at least Σ_j (t_j + x_j) + (m − 1) (max f + max b) + σ_0.
 
-All of these ascend with t and x too, and with q_k = min(m, stages left) they are lines of ``recurrence``: the fills
-before k, a constant of stage k and a slope (⌈m/q_k⌉, 2, or 1 under GPipe) times the sum of t + x behind it. So Z on
-floors, whose S is for every number of stages the least sum of t + x, bounds all pipelines. (A GPipe line has (m − 1)
-t_k ≤ (m − 1) (max f + max b), and on stage 0 a floor of m t_0 + σ_0.) Z is solved on what may be part of a pipeline of
-makespan λ at all — no stage with m t_k + σ_k > λ — for several λ: the larger these sums for smaller λ, the more is
-proven (``_narrowed``).
+What stages wait for are lines of ``recurrence``: the fills before k, a constant of stage k and a slope (⌈m/q_k⌉, 2, 1
+or 0) times the sum of t + x behind it. So Z on floors, whose S is for every number of stages the least sum of t + x,
+bounds all pipelines. Z is solved on what may be part of a pipeline of makespan λ at all — no stage with m t_k + σ_k > λ
+— for several λ: the larger these sums for smaller λ, the more is proven (``_narrowed``).
 
 A pipeline of a table on a clock: its makespan by the tables' seconds, before anything is assembled.
 

@@ -1,24 +1,17 @@
 """Lower bounds on the regular pipelines of a mesh and of its cases (``regular``), whatever their cuts.
 
-Bounds. T_k = Σ_{c ∈ D_k} t_c is a group's load. By the proof in ``bounds``, with the chunks in place of stages, every
-sound schedule takes at least ::
-
-    all           Σ_{c<k} f_c + m T_k, with the end of the step (``least_work``)  interleaved   Σ_{c<k} t_c + m T_k
-    one chunk     the least W over all cuts, on lower bounds of t
-                  Σ_{c<k} f_c + (m − q_k + 1) t_k + (q_k − 1) b_k + Σ_{c>k} w_c
-
-with f and b the forward and the backward alone, and w a way there and back (zb-h1: without the gradients of weights).
-The last line is of a stage that holds q_k ≤ m microbatches: before its first backward, which comes w_c of all later
-stages after its first forward, it has q_k forwards to do at most, and waits for the rest of that time.
+T_k = Σ_{c ∈ D_k} t_c is a group's load. By the proof in ``bounds``, with the chunks in place of stages, every sound
+schedule takes at least Σ_{c<k} (f_c + x_c) + m T_k, with the end of the step (``least_work``); interleaved, Σ_{c<k}
+(t_c + x_c) + m T_k, with x the messages, there and back. With one chunk per group ``placed_bound`` adds what the group
+waits for (``waits``), with messages by where the groups lie; it is the least W over all cuts, on lower bounds of t.
 
 With its work per step σ_k a group takes m T_k + σ_k − h. What hides beside the last backward, h, is at most the overlap
 o of that backward, and o of the sums ρ_k of whole gradients. So for every ω in [0, 1], with β = o (1 − ω) ::
 
     m T_k + σ_k − h ≥ (m − β) v_k + β f_k,  v_k the least of t + (σ − o ω ρ) / (m − β) over all choices
 
-Weights that the first and the last group hold are exchanged when the last backward of the first has ended, which ends
-every microbatch's way there and back (but under zb-v, where one group is both): at least W of the paces, and then the
-exchange.
+Weights that the first and the last group hold are exchanged when all work of both is done, and when the last backward
+of the first has ended, which ends every microbatch's way there and back (but under zb-v, where one group is both).
 
 A level (λ, μ), seconds per resident byte and per saved byte, says t_c + λ r_c + μ s_c ≥ value_c for every choice. At
 some time group k holds h_c microbatches of each of its chunks, so that Σ (r_c + h_c s_c) ≤ M, and with θ_c = min(1,
@@ -26,10 +19,8 @@ some time group k holds h_c microbatches of each of its chunks, so that Σ (r_c 
 
     T_k ≥ Σ_{c ∈ D_k} (pace_c + θ_c (value_c − pace_c)) − λ M
 
-The least seconds of all that follows on each other in the schedule are a bound, too (``cutting_planes``).
-
-W is that of ``regular_solver``. ``case_bounds`` are on all cuts, the bounds of ``regular_solver`` on the cuts that are
-tried. Under zb-h1 ``case_bounds`` also have W on t without the gradients of weights.
+``case_bounds`` know neither messages nor waits. The least seconds of all that follows on each other in a schedule are a
+bound, too, on the cuts that are tried (``regular_solver``, ``cutting_planes``).
 """
 
 from __future__ import annotations
@@ -80,13 +71,7 @@ def _most_groups(cases: Sequence[PipelineCase]) -> dict[str, int]:
 
 def least_paths(mesh: MeshTable, m: int, most: Mapping[str, int]) -> dict[str, Floats]:
     """By schedule, [most + 1] the least W of pipelines of so many stages, on lower bounds of these."""
-    seconds, count = cache(mesh.least_seconds), max(most.values(), default=0)
-    work = np.where(mesh.allowed, mesh.least_work(m), inf)
-    works = [_paths([(work, mesh.forward)] * count)] if mesh.work is not None else []  # else heads are no less
-    # A microbatch's way there and back, without the gradients of weights where these may wait: nothing but the first
-    # stage's work per step follows on it.
-    ways = {split: np.where(mesh.allowed, mesh.trip if split else mesh.pace, inf) for split in set(map(is_split, most))}
-    trips = {split: _paths([(m * way, way)] * count) + mesh.tied(count) for split, way in ways.items()}
+    seconds = cache(mesh.least_seconds)
 
     def stage(name: str, left: int) -> tuple[Floats, Floats | float]:
         """The seconds of the first of so many stages, and those that the others wait for it."""
@@ -95,12 +80,7 @@ def least_paths(mesh: MeshTable, m: int, most: Mapping[str, int]) -> dict[str, F
             return m * bound, 0.0
         return m * bound, mesh.forward if is_split(name) or mesh.whole else np.maximum(bound, mesh.forward)
 
-    found = {}
-    for name, groups in most.items():
-        found[name] = _paths(stage(name, left) for left in range(1, groups + 1))
-        for least in (trips[is_split(name)], *works) if name != PIPEDREAM else ():
-            found[name] = np.maximum(found[name], least[: groups + 1])
-    return found
+    return {name: _paths(stage(name, left) for left in range(1, groups + 1)) for name, groups in most.items()}
 
 
 def _paths(stages: Iterable[tuple[Floats, Floats | float]]) -> Floats:

@@ -128,12 +128,9 @@ class IrregularSearch:
         search, cluster = self.search, self.search.cluster
         home = cluster.hosts[0].num_devices if len(cluster.hosts) > 1 else cluster.num_devices - 1
         sizes = {sub.num_devices for sub in self.tables.submeshes}
-        ends = [0, len(search.layering.layers) - 1]  # whatever the cuts, they are in different stages
-        tied = [node for node, layers in self.tables.shared if [layers[0], layers[-1]] == ends]
         return sum(
             min(least_tied_seconds(search.graph, cluster, node, size, [0] * size, [home]) for size in sizes)
-            for node in tied
-            if node.meta["source"].requires_grad and node.name in search.layering.needs_grad
+            for node in self.tables.tied
         )
 
     def _solved(

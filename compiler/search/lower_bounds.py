@@ -291,6 +291,14 @@ class SearchBounds:
         return self.search.layering.shared_weights(self.search.graph)
 
     @cached_property
+    def tied(self) -> list[Node]:
+        """The trained parameters that the first and the last layer read: of several stages the first and the last
+        exchange them."""
+        ends, trained = [0, len(self.search.layering.layers) - 1], self.search.layering.needs_grad
+        nodes = [node for node, readers in self.shared if [readers[0], readers[-1]] == ends]
+        return [node for node in nodes if node.meta["source"].requires_grad and node.name in trained]
+
+    @cached_property
     def copies(self) -> np.ndarray:
         """[L, L + 1] bytes of the copies of shared weights that tables count too much: every use counts one, the stage
         holds one."""

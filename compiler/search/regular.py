@@ -479,19 +479,17 @@ class RegularSearch:
 
     def _tied(self, g: int) -> Floats:
         """[groups + 1] the least seconds to exchange the weights that the first and the last of so many groups of a
-        mesh hold, whatever the cuts."""
+        mesh hold."""
         if g not in self._least_tied:
             search, sub, layers = self.search, self.meshes[g][0], len(self.search.layering.layers)
             held = [range(offset, offset + sub.num_devices) for offset, _ in self._places[g][:layers]]
             roles = sub.roles or (None,) * len(sub.shape)
             pieces = prod(extent for extent, role in zip(sub.shape, roles) if role != "data")
             found = np.zeros(len(held) + 1)
-            for node, readers in self.tables.shared:
-                if node.meta["source"].requires_grad and node.name in search.layering.needs_grad:
-                    # with fewer groups, the same group may have the first and the last of its readers
-                    for groups in range(max(2, layers + 1 - readers[-1] + readers[0]), len(found)):
-                        first, last = held[0], held[groups - 1]
-                        found[groups] += least_tied_seconds(search.graph, search.cluster, node, pieces, first, last)
+            for node in self.tables.tied:
+                for groups in range(2, len(found)):
+                    first, last = held[0], held[groups - 1]
+                    found[groups] += least_tied_seconds(search.graph, search.cluster, node, pieces, first, last)
             self._least_tied[g] = found
         return self._least_tied[g]
 
