@@ -28,7 +28,6 @@ __all__ = [
     "groups_that_fit",
     "in_flight_by_chunk",
     "least_sums",
-    "least_tails",
     "places",
     "representative_microbatches",
 ]  # fmt: skip
@@ -250,19 +249,14 @@ def groups_that_fit(mesh: MeshTable, m: int, most: int) -> list[int]:
     return found
 
 
-def least_tails(values: Floats) -> Floats:
-    """[…, L + 1] the least sum of values […, L, L + 1] from each border on, cut into any number of runs."""
+def least_sums(values: Floats) -> Floats:
+    """[…] the least sum of values […, L, L + 1] along all layers, cut into any number of runs."""
     layers = values.shape[-2]
-    tails = np.full((*values.shape[:-2], layers + 1), inf)
+    tails = np.full((*values.shape[:-2], layers + 1), inf)  # from each border on
     tails[..., layers] = 0.0
     for i in reversed(range(layers)):
         tails[..., i] = (values[..., i, i + 1 :] + tails[..., i + 1 :]).min(axis=-1)
-    return tails
-
-
-def least_sums(values: Floats) -> Floats:
-    """[…] the least sum of values […, L, L + 1] along all layers, cut into any number of runs."""
-    return np.asarray(least_tails(values)[..., 0])
+    return np.asarray(tails[..., 0])
 
 
 def dual_levels(mesh: MeshTable, m: int, case: PipelineCase) -> list[int]:
