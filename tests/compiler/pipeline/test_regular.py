@@ -500,3 +500,18 @@ def test_a_pipeline_that_is_asked_for_has_these_cuts():
                 cuts = {stage.first_layer for stage in one.stages}
                 assert 3 in cuts
                 assert 2 not in cuts
+
+
+def test_the_end_of_a_later_step_waits_for_messages_ahead_alone():
+    """One microbatch, two groups in two hosts, and much work at the end of the second's step."""
+    mesh, case = even_mesh(4), PipelineCase(2, "1f1b")
+    slow, once = np.full_like(mesh.table.pace_s, 3.0), np.zeros_like(mesh.table.pace_s)
+    once[:, :, 4] = 50.0
+    mesh = replace(
+        mesh, table=replace(mesh.table, entry_s=slow, transfer_s=slow, step_s=once), hosts=[0, 1],
+        near=[(False, False)], entry=slow[:, 0], behind=slow[:, 0], whole=False, work=mesh.pace + once[0],
+    )  # fmt: skip
+    (found, *_) = solve_case(mesh, 1, case).pipelines
+    least_s = 3 * 1 / 3 + 3 + 1 + 50  # three layers forward, a message, the last layer, the end of its step
+    assert close_bound(mesh, 1, case) == pytest.approx(least_s)
+    assert least_s <= clock_seconds(mesh.table, 1, case.schedule, found) <= least_s + 1
