@@ -388,7 +388,8 @@ class _Solver:
             return np.maximum.reduce([seconds, turns, (seconds + of_groups(received)) / 2 - longest])
 
         held = [in_flight_formula(schedule, k, p, m, self.case.chunks) for k in range(p)]
-        turns = of_groups(np.cumsum(ways[::-1])[::-1]) / held
+        stays = np.cumsum(ways[::-1])[::-1]  # from a forward to the end of its backward
+        turns = np.maximum(of_groups(stays) / held, stays[:p])
         loads = m * self._least_loads(cuts)
         own = np.maximum(least(loads), of_groups(mesh.least_work(m)[first, end]) / m)
         if schedule == "interleaved":

@@ -11,7 +11,7 @@ from math import inf
 import numpy as np
 import pytest
 from meshwright.compiler.pipeline.bounds import clock_seconds
-from meshwright.compiler.pipeline.families import generate, in_flight_formula, virtual_order
+from meshwright.compiler.pipeline.families import generate, in_flight_formula, is_split, virtual_order
 from meshwright.compiler.pipeline.recurrence import fill_share
 from meshwright.compiler.pipeline.regular import (
     MeshTable,
@@ -24,6 +24,7 @@ from meshwright.compiler.pipeline.regular import (
 from meshwright.compiler.pipeline.regular_bounds import case_bounds, mesh_bound
 from meshwright.compiler.pipeline.regular_solver import _even, _Solver, close_bound, played_bound, solve_case
 from meshwright.compiler.pipeline.schedule import in_flight
+from meshwright.compiler.pipeline.simulate import simulate
 from meshwright.compiler.pipeline.table import Pipeline, PipelineTable, StageConstraints, StageOption
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.compiler.search.space import forced_submeshes, stays_inside
@@ -515,3 +516,47 @@ def test_the_end_of_a_later_step_waits_for_messages_ahead_alone():
     least_s = 3 * 1 / 3 + 3 + 1 + 50  # three layers forward, a message, the last layer, the end of its step
     assert close_bound(mesh, 1, case) == pytest.approx(least_s)
     assert least_s <= clock_seconds(mesh.table, 1, case.schedule, found) <= least_s + 1
+
+
+def of_random_chunks(rng: np.random.Generator, schedule: str, v: int) -> tuple[float, float]:
+    """(the makespan of a random pipeline with a layer per chunk and groups in hosts of their own, its close bound)."""
+    p, m = int(rng.integers(2, 4)), int(rng.integers(3, 10))
+    layers, split = p * v, is_split(schedule)
+    scale = np.where(rng.random(5) < 0.4, 0.05, 1.0)  # of F, I, W, messages ahead and back
+    f, i, w = (rng.uniform(0.5, 1.5, layers) * one for one in scale[:3])
+    x, y = (rng.uniform(0.0, 4.0, layers - 1) * one for one in scale[3:])
+    once, tied_s = rng.uniform(0.0, 3.0, layers) * (rng.random() < 0.5), float(rng.integers(0, 3))
+    places = virtual_order(schedule, p, v)
+    groups = [group for group, _ in places]
+    edges = [(k, k + 1) for k in range(layers - 1)]
+    apart = [groups[k] != groups[k + 1] for k, _ in edges]
+    ends = np.bincount(groups, once, p)
+    ends[[0, -1]] += tied_s if schedule == "interleaved" else 0.0
+    seconds = simulate(
+        generate(schedule, p, m, v), f, i + w, dict(zip(edges, x * apart)), ends, dict(zip(edges, y * apart)), w
+    ).makespan_s
+    first, end = np.indices((layers, layers + 1))
+    one = end - first == 1
+
+    def runs(values: np.ndarray, others: float = inf) -> np.ndarray:
+        return np.where(one, values[:, None], others)
+
+    option = StageOption(1, tuple(range(p)), (9.0,) * p)
+    zero, free = np.zeros((1, layers, layers + 1)), np.zeros(0)
+    table = PipelineTable(layers, p, (option,), runs(f + i + w)[None], zero, zero, zero, zero, zero, zero)
+    mesh = MeshTable(
+        table, 1, runs(f + i + w), np.zeros((0, layers, layers + 1)), free, free, runs(f + i if split else f + i + w),
+        runs(f, 0.0), runs(i + w, 0.0), zero[0], [(False, False)], list(range(p)), False, None,
+        runs(m * (f + i + w) + once), np.array([0.0, 0.0, *[tied_s] * (p - 1)]),
+        entry=np.pad(x, 1)[None], behind=np.pad(y, 1)[None],
+    )  # fmt: skip
+    return seconds, _Solver(mesh, m, PipelineCase(p, schedule, v)).bound(tuple(range(layers + 1)))
+
+
+@pytest.mark.parametrize(("schedule", "v"), CHUNKED)
+def test_no_pipeline_of_several_chunks_is_faster_than_what_its_groups_wait_for(schedule, v):
+    rng = np.random.default_rng(3)
+    ratios = [bound / seconds for seconds, bound in (of_random_chunks(rng, schedule, v) for _ in range(1500))]
+    assert max(ratios) <= 1 + EPS
+    assert max(ratios) > 0.995  # one that is a little too high would be seen
+    assert np.median(ratios) > 0.6
