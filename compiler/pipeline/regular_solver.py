@@ -373,28 +373,22 @@ class _Solver:
         """A lower bound on the makespan of every pipeline with these cuts."""
         mesh, m, p, schedule = self.mesh, self.m, self.case.groups, self.case.schedule
         groups, (first, end) = [group for group, _ in self._places], np.array(list(pairwise(cuts))).T
-        pace = mesh.pace[first, end]  # of the virtual stages, as all up to ``received``
+        pace = mesh.pace[first, end]  # of the virtual stages, as all up to ``stays``
         way = mesh.trip[first, end] if is_split(schedule) else pace
         ahead, back = (np.append(some, 0.0) for some in mesh.least_messages(cuts, groups))
         ways = way + ahead + back
-        received = np.roll(ahead, 1) + back
-        longest = np.zeros(p)
-        np.maximum.at(longest, groups, np.maximum(np.roll(ahead, 1), back))
+        stays = np.cumsum(ways[::-1])[::-1]  # from a forward to the end of its backward
 
         def of_groups(values: Floats) -> Floats:
-            return m * np.bincount(groups, values, p)
-
-        def least(seconds: Floats) -> Floats:
-            return np.maximum.reduce([seconds, turns, (seconds + of_groups(received)) / 2 - longest])
+            return np.bincount(groups, values, p)
 
         held = [in_flight_formula(schedule, k, p, m, self.case.chunks) for k in range(p)]
-        stays = np.cumsum(ways[::-1])[::-1]  # from a forward to the end of its backward
-        turns = np.maximum(of_groups(stays) / held, stays[:p])
+        turns = np.maximum(m * of_groups(stays) / held, stays[:p])
         loads = m * self._least_loads(cuts)
-        own = np.maximum(least(loads), of_groups(mesh.least_work(m)[first, end]) / m)
+        own = np.maximum.reduce([loads, turns, of_groups(mesh.least_work(m)[first, end])])
         if schedule == "interleaved":
             own[[0, -1]] += mesh.tied(p)[p]
-        returns = least(of_groups(way) if is_split(schedule) or mesh.whole else loads)
+        returns = np.maximum(m * of_groups(way) if is_split(schedule) or mesh.whole else loads, turns)
         begins, ways = _sums_before((mesh.forward[first, end] + ahead)[:p]), _sums_before(ways[:p])
         return float(max((begins + own).max(), (ways + returns).max()))
 
