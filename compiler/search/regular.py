@@ -30,7 +30,7 @@ from .lower_bounds import LARGEST_MULTIPLIER, NO_MULTIPLIER
 from .predict import least_tied_seconds
 from .space import CHUNKED, Submesh, stays_inside
 from .state import INTERRUPTED, MIN_HIDDEN_FRACTION, Candidate, SearchState
-from .tables import BOUND_TOLERANCE, tables_of
+from .tables import tables_of
 
 __all__ = ["RegularSearch", "is_regular_enough", "is_regular_only"]
 
@@ -176,7 +176,7 @@ class RegularSearch:
         search, queue, clocks = self.search, self._start(), list[float]()
         while queue:
             best_s = min(limit_s, sorted(clocks)[count - 1] if len(clocks) >= count else inf)
-            if queue[0].bound_s >= best_s * (1 - BOUND_TOLERANCE):
+            if queue[0].bound_s >= best_s:
                 return
             if isfinite(best_s) and search.must_stop(builds=2):
                 return
