@@ -380,7 +380,7 @@ class _Solver:
         stays = np.cumsum(ways[::-1])[::-1]  # from a forward to the end of its backward
 
         def of_groups(values: Floats) -> Floats:
-            return np.bincount(groups, values, p)
+            return np.asarray(np.bincount(groups, values, p), dtype=np.float64)
 
         held = [in_flight_formula(schedule, k, p, m, self.case.chunks) for k in range(p)]
         turns = np.maximum(m * of_groups(stays) / held, stays[:p])
