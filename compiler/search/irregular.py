@@ -101,14 +101,14 @@ class IrregularSearch:
         """The bound of a count and schedule, lifted up to ``most_s``."""
         tables, cluster = self.tables, self.search.cluster
         least_s = self.bounds[m, schedule]
-        if least_s >= most_s or not isfinite(most_s):
+        if least_s >= most_s or not isfinite(most_s) or schedule == PIPEDREAM:  # whose steps run into each other
             return least_s
         paced = lower_by_overlap(1.0, m, cluster, tables.hidden_s / most_s) < 1 - MAX_LOWERED  # then by paces alone
         most = most_s if paced else raise_by_overlap(most_s, m, cluster, tables.hidden_s)
         levels = tables.lean_levels(m, split=is_split(schedule), ends=not paced)
-        if work := paced and schedule != PIPEDREAM:  # whose steps run into each other
+        if paced:
             tables.bound([(sub, m, level) for level in tables.work_levels(m) for sub in tables.submeshes])
-        floors = tables.lower_bounds_of(m, levels, work=work)
+        floors = tables.lower_bounds_of(m, levels, work=paced)
 
         def bound(tied_s: float) -> float:
             found = bound_of(replace(floors, tied_s=tied_s), cluster.num_devices, m, schedule, tables.cuts, most, 2)
