@@ -104,7 +104,7 @@ class BoundCosts:
         self.tied = np.broadcast_to(ends, self.pace.shape)
         self.once = np.where(self.is_first, self.step + self.tied, self.entry)
         self.returned = none if floors.entry_s is None else self.behind
-        self.forward, self.backward, self.trip = map(packed, (floors.forward_s, floors.backward_s, floors.trip_s))
+        self.forward, self.backward = packed(floors.forward_s), packed(floors.backward_s)
         self.lagrange = [(row, rows.packed(row.value)) for row in floors.rows]
         self.split = is_split(schedule)
         self._all: dict[int, tuple[Floats, Floats, Floats]] = {}  # by q, of all rows and pairs
@@ -119,7 +119,7 @@ class BoundCosts:
 
     def _computed(self, q: int, row: Ints | slice, pair: Ints | slice) -> tuple[Floats, Floats, Floats]:
         pace, whole, room = self.pace[row, pair], self.whole[row, pair], self.room[row, pair]
-        trip = self.trip[row, pair]
+        trip = np.broadcast_to(0.0, pace.shape)
         for one, value in self.lagrange:
             least = value[row, pair] - room * max(one.byte, one.saved_byte / q)
             if one.whole:

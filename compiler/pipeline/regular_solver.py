@@ -379,18 +379,25 @@ class _Solver:
         ways = way + ahead + back
         stays = np.cumsum(ways[::-1])[::-1]  # from a forward to the end of its backward
 
-        def of_groups(values: Floats) -> Floats:
-            return np.asarray(np.bincount(groups, values, p), dtype=np.float64)
-
         held = [in_flight_formula(schedule, k, p, m, self.case.chunks) for k in range(p)]
-        turns = np.maximum(m * of_groups(stays) / held, stays[:p])
+        turns = np.maximum(m * self._of_groups(stays) / held, stays[:p])
         loads = m * self._least_loads(cuts)
-        own = np.maximum.reduce([loads, turns, of_groups(mesh.least_work(m)[first, end])])
-        if schedule == "interleaved":
-            own[[0, -1]] += mesh.tied(p)[p]
-        returns = np.maximum(m * of_groups(way) if is_split(schedule) or mesh.whole else loads, turns)
+        own = np.maximum.reduce([loads, turns, self._of_groups(mesh.least_work(m)[first, end])]) + self._tied
+        returns = np.maximum(m * self._of_groups(way) if is_split(schedule) or mesh.whole else loads, turns)
         begins, ways = _sums_before((mesh.forward[first, end] + ahead)[:p]), _sums_before(ways[:p])
         return float(max((begins + own).max(), (ways + returns).max()))
+
+    def _of_groups(self, values: Floats) -> Floats:
+        """[groups] the sums of values of the virtual stages."""
+        return np.asarray(np.bincount([group for group, _ in self._places], values), dtype=np.float64)
+
+    @cached_property
+    def _tied(self) -> Floats:
+        """[groups] the least seconds to exchange weights of both ends; zb-v's first group has both."""
+        p, found = self.case.groups, np.zeros(self.case.groups)
+        if self.case.schedule == "interleaved":
+            found[[0, -1]] = self.mesh.tied(p)[p]
+        return found
 
     def _least_loads(self, cuts: Sequence[int]) -> Floats:
         """[groups] the least seconds per microbatch of its chunks within its memory; inf if they never fit."""
@@ -424,28 +431,24 @@ class _Solver:
             kinds, known = "FIW", {"F": forward, "FI": trip, "IW": backward, "FIW": pace}
         else:
             kinds, known = "FB", {"F": forward, "B": backward, "FB": pace}
-        p, groups = case.groups, [group for group, _ in self._places]
-        of_group = np.tile(np.eye(p)[:, groups], len(kinds))
+        groups, each, tied = [group for group, _ in self._places], np.eye(case.groups), self._tied
+        of_group = np.tile(each[:, groups], len(kinds))
         rows = [np.kron([[kind in some for kind in kinds]], np.eye(len(pace))) for some in known]
-        least, work = list(known.values()), mesh.least_work(m)[first, last] @ np.eye(p)[groups]
+        least, work = list(known.values()), self._of_groups(mesh.least_work(m)[first, last])
         if mesh.whole:
             work = np.maximum(work, m * loads)
         else:
             rows.append(of_group)
             least.append(loads)
-        tied = np.zeros(p)
-        if case.schedule == "interleaved":  # zb-v's first group has both ends
-            tied[[0, -1]] = mesh.tied(p)[p]
-        ends = np.vstack(
-            [np.hstack([m * of_group, np.eye(p)]), np.eye(p, len(kinds) * len(pace) + p, len(kinds) * len(pace))]
-        )
         likely = [np.maximum(pace / len(kinds), known.get(kind, 0.0 * pace)) for kind in kinds]
-        done = m * np.bincount(groups, np.sum(likely, axis=0), p)
+        done = m * self._of_groups(np.sum(likely, axis=0))
+        acting = np.concatenate(rows)
+        none = np.zeros((len(acting), case.groups))
         return least_makespan(
-            generate(case.schedule, p, m, case.chunks),
+            generate(case.schedule, case.groups, m, case.chunks),
             kinds,
             np.concatenate([*likely, np.maximum(tied, work + tied - done)]),
-            np.vstack([np.pad(np.concatenate(rows), [(0, 0), (0, p)]), ends]),
+            np.block([[acting, none], [m * of_group, each], [np.zeros_like(of_group), each]]),
             np.concatenate([*least, work + tied, tied]),
             *mesh.least_messages(cuts, groups),
             rounds,

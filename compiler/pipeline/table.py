@@ -89,8 +89,8 @@ class LowerBounds:
     pace_s: seconds per microbatch; whole_s: these and its per-step work / m together; step_s: per-step work;
     entry_s: a message ahead across the border before the stage; transfer_s: one back across the border behind it (both
     where entry_s is None); transient: bytes beside resident and saved ones. forward_s, backward_s: seconds of a
-    microbatch's forward, and of its backward, alone; trip_s: of both without the gradients of weights. tied_s: what
-    the first and the last of several stages exchange at the end of a step.
+    microbatch's forward, and of its backward, alone. tied_s: what the first and the last of several stages
+    exchange at the end of a step.
     """
 
     options: tuple[StageOption, ...]
@@ -102,13 +102,12 @@ class LowerBounds:
     entry_s: Floats | None = None
     forward_s: Floats | None = None
     backward_s: Floats | None = None
-    trip_s: Floats | None = None
     tied_s: float = 0.0
     rows: tuple[LagrangianBound, ...] = ()
 
     def __post_init__(self) -> None:
         shape = (len(self.options), *self.pace_s.shape[1:])
-        optional = ("whole_s", "step_s", "transfer_s", "transient", "entry_s", "forward_s", "backward_s", "trip_s")
+        optional = ("whole_s", "step_s", "transfer_s", "transient", "entry_s", "forward_s", "backward_s")
         _check_arrays(self, shape, ("pace_s", *optional))
         for row in self.rows:
             _check_arrays(row, shape, ("value",))

@@ -59,10 +59,11 @@ def random_table(rng: np.random.Generator, layers: int, devices: int, shapes: in
     for byte, saved_byte, whole in ((0.5, 0.5, False), (4.0, 1.0, True), (1.0, 6.0, False)):
         value = pace + (step / m if whole else 0.0) + byte * resident + saved_byte * saved
         rows.append(LagrangianBound(byte, saved_byte, least(value), whole))
+    rows.append(LagrangianBound(0.0, 0.0, least(pace) * 2 / 3, trip=True))
     floors = LowerBounds(
         tuple(options[::levels]), least(pace), least(pace + step / m), least(step), least(transfer), least(transient),
         None if entry is None else least(entry), least(pace) / 3, least(pace) * 2 / 3,
-        least(pace) * 2 / 3, rows=tuple(rows),
+        rows=tuple(rows),
     )  # fmt: skip
     return BoundedTable(
         layers, devices, tuple(options), pace, transfer, step, resident, saved, transient, entry, floors=floors

@@ -156,7 +156,7 @@ def split_bound(table, m, forward, weight):
     def least(values):
         return values.reshape(len(floors.options), -1, *table.pace_s.shape[1:]).min(axis=1)
 
-    rows = list(floors.rows)
+    rows = [row for row in floors.rows if not row.trip]
     for byte, saved_byte in ((0.0, 0.0), (0.5, 0.5), (1.0, 6.0)):
         value = trip + byte * table.resident + saved_byte * table.saved
         rows.append(LagrangianBound(byte, saved_byte, least(value), trip=True))
