@@ -43,12 +43,14 @@ def least_makespan(
     ahead_s: Sequence[float],
     back_s: Sequence[float],
     rounds: int,
+    enough_s: float = inf,
 ) -> float:
     """Seconds that no pipeline under a schedule undercuts.
 
     kinds: of its actions, "FB" or "FIW". likely: [kinds · virtual stages + stages] seconds of every virtual stage by
     kind, and of every stage at the end of the step, to begin with. rows, least: ``rows @ seconds ≥ least`` for all
-    pipelines. ahead_s, back_s: of a message across each border between virtual stages.
+    pipelines. ahead_s, back_s: of a message across each border between virtual stages. rounds: the most times that the
+    schedule is played. enough_s: seconds that are as good as any more.
     """
     edges = list(pairwise(range(schedule.num_virtual)))
     ahead, back = dict(zip(edges, ahead_s)), dict(zip(edges, back_s))
@@ -81,7 +83,7 @@ def least_makespan(
             break
         values = result.variable_values()
         bound_s = result.objective_value() * unit_s * (1 - _SOLVER_ERROR)
-        if bound_s >= best_s * (1 - _CLOSE):
+        if bound_s >= min(best_s * (1 - _CLOSE), enough_s):
             break
         played = best + _OUTWARD * (np.maximum([values[one] for one in seconds], 0.0) * unit_s - best)
     return bound_s

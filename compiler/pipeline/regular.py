@@ -51,15 +51,16 @@ class MeshTable:
     """The costs of one mesh: option ``level · sites + site`` of ``table``, and bounds [levels, L, L + 1].
 
     near: by site, if messages to the group in front and behind are priced as inside a host; hosts: by group, its host.
-    whole: True if seconds t in ``value`` have a stage's work per step, divided by the microbatches, in them.
-    value: the least of t + byte · resident + saved_byte · saved of any choice; pace: the least seconds whatever the
-    bytes; trip: these without the gradients of weights; forward, backward: of these alone; peak: the bytes that a run
-    of layers takes beside at some time, whatever is chosen; actions_s: the part of each pace that a stage takes once,
-    where all else is a sum over its layers, so that levels may be mixed (None: they may not). work: the least seconds
-    of all work of a step, less what may run beside the last backward (None: no more than all paces); tied_s: by number
-    of groups, the least seconds at the end of a step to exchange weights that the first and the last of them hold
-    (None: not known). constraints: on the cuts. entry, behind: by site and border, the least seconds of a message ahead
-    and of one back.
+    whole: True if seconds t in ``value`` have a stage's work per step, divided by the microbatches, in them. value: the
+    least of t + byte · resident + saved_byte · saved of any choice; pace: the least seconds whatever the bytes; trip:
+    these without the gradients of weights; forward, backward: of these alone; peak: the bytes that a run of layers
+    takes beside at some time, whatever is chosen; actions_s: the part of each pace that a stage takes once, where all
+    else is a sum over its layers, so that levels may be mixed (None: they may not). work: the least seconds of all work
+    of a step, less what may run beside the last backward (None: no more than all paces); tied_s: by number of groups,
+    the least seconds at the end of a step to exchange weights that the first and the last of them hold (None: not
+    known). priced_work: the same table where ``value`` and ``pace`` count all work of a step, less what may run beside
+    the last backward, divided by the microbatches (None: not known). constraints: on the cuts. entry, behind: by site
+    and border, the least seconds of a message ahead and of one back.
     """
 
     table: PipelineTable
@@ -81,6 +82,7 @@ class MeshTable:
     constraints: StageConstraints = field(default_factory=StageConstraints)
     entry: Floats | None = None  # [sites, L + 1], as ``behind``
     behind: Floats | None = None
+    priced_work: MeshTable | None = None
 
     def pace_of(self, parts: Parts) -> float:
         """Seconds per microbatch of a chunk."""
@@ -167,6 +169,11 @@ class MeshTable:
     def tied(self, groups: int) -> Floats:
         """[groups + 1] ``tied_s``, 0 if it is not known."""
         return np.zeros(groups + 1) if self.tied_s is None else self.tied_s[: groups + 1]
+
+    def least_work_of(self, m: int, flight: int) -> Floats:
+        """``least_work`` of a stage with so many microbatches in flight."""
+        least = np.maximum(self.least_work(m), m * self.least_seconds(flight))
+        return least if self.priced_work is None else np.maximum(least, m * self.priced_work.least_seconds(flight))
 
     def least_seconds(self, flight: int) -> Floats:
         """[L, L + 1] the least seconds per microbatch of a stage with so many in flight."""

@@ -40,7 +40,7 @@ from .regular import MeshTable, Parts, PipelineCase, dual_levels, in_flight_by_c
 from .regular_bounds import placed_bound
 from .table import Floats, Mix, Pipeline, StageChoice
 
-__all__ = ["RegularAnswer", "close_bound", "played_bound", "solve_case"]
+__all__ = ["RegularAnswer", "close_bound", "divisions_of", "played_bound", "solve_case"]
 
 _ROUNDS = 3  # times that the layers are divided again for other levels
 _MOST_PLAYED = 200_000  # actions that are played for a bound
@@ -68,11 +68,17 @@ def close_bound(mesh: MeshTable, m: int, case: PipelineCase) -> float:
     return min((solver.bound(cuts) for cuts in solver.divisions), default=inf)
 
 
-def played_bound(mesh: MeshTable, m: int, case: PipelineCase, divisions: Sequence[Sequence[int]]) -> float:
-    """A bound on the pipelines of a case with one of these divisions into several chunks per group, by the work
-    of its groups and by the paths through its schedule (``cutting_planes``)."""
+def divisions_of(mesh: MeshTable, m: int, case: PipelineCase) -> list[tuple[int, ...]]:
+    """The divisions of layers into several chunks per group that a case is solved for, before any by its costs."""
+    return _Solver(mesh, m, case).divisions
+
+
+def played_bound(mesh: MeshTable, m: int, case: PipelineCase, cuts: Sequence[int], enough_s: float = inf) -> float:
+    """A bound on the pipelines of a case with one division into several chunks per group, by the work of its groups
+    and by the paths through its schedule (``cutting_planes``). enough_s: seconds that are as good as any more."""
     solver = _Solver(mesh, m, case)
-    return min((max(solver.bound(cuts), solver.played(cuts)) for cuts in divisions), default=inf)
+    bound_s = solver.bound(cuts)
+    return bound_s if bound_s >= enough_s else max(bound_s, solver.played(cuts, enough_s))
 
 
 def solve_case(mesh: MeshTable, m: int, case: PipelineCase) -> RegularAnswer:
@@ -382,7 +388,7 @@ class _Solver:
         held = [in_flight_formula(schedule, k, p, m, self.case.chunks) for k in range(p)]
         turns = np.maximum(m * self._of_groups(stays) / held, stays[:p])
         loads = m * self._least_loads(cuts)
-        own = np.maximum.reduce([loads, turns, self._of_groups(mesh.least_work(m)[first, end])]) + self._tied
+        own = np.maximum.reduce([loads, turns, self._least_work(cuts)]) + self._tied
         returns = np.maximum(m * self._of_groups(way) if is_split(schedule) or mesh.whole else loads, turns)
         begins, ways = _sums_before((mesh.forward[first, end] + ahead)[:p]), _sums_before(ways[:p])
         return float(max((begins + own).max(), (ways + returns).max()))
@@ -403,22 +409,44 @@ class _Solver:
         """[groups] the least seconds per microbatch of its chunks within its memory; inf if they never fit."""
         mesh, (first, end) = self.mesh, np.moveaxis(self._ranges(cuts), 2, 0)  # [groups, chunks]
         pace = mesh.pace[first, end]
-        gain = np.maximum(mesh.value[:, first, end] - pace, 0.0)
+        gain = np.maximum(mesh.value[:, first, end] - pace, 0.0)[self._alike, :, None]
         room = mesh.limits[: self.case.groups, 1] - mesh.peak[first, end].max(axis=1)
-        loads = (self._shares * gain[:, :, None]).sum(axis=3).max(axis=2) - mesh.byte[:, None] * room
+        price = mesh.byte[self._alike[:, 0], None]
+        loads = (self._shares * gain).max(axis=1).sum(axis=3).max(axis=2) - price * room
         return np.where(room >= 0, pace.sum(axis=1) + loads.max(axis=0, initial=0.0), inf)
+
+    def _least_work(self, cuts: Sequence[int]) -> Floats:
+        """[groups] the least seconds of all work of a step, less what may run beside the last backward."""
+        first, end = np.array(list(pairwise(cuts))).T
+        work = self._of_groups(self.mesh.least_work(self.m)[first, end])
+        priced = self._priced_work
+        return work if priced is None else np.maximum(work, self.m * priced._least_loads(cuts))
+
+    @cached_property
+    def _priced_work(self) -> _Solver | None:
+        priced = self.mesh.priced_work
+        return None if priced is None else _Solver(priced, self.m, self.case)
+
+    @cached_property
+    def _alike(self) -> NDArray[np.intp]:
+        """[prices, flights] the levels of each price of a byte; of prices with fewer, the first ones again."""
+        byte = self.mesh.byte
+        of_price = [np.flatnonzero(byte == price) for price in dict.fromkeys(byte.tolist())]
+        flights = max(map(len, of_price), default=1)
+        return np.array([np.resize(some, flights) for some in of_price], dtype=np.intp).reshape(-1, flights)
 
     @cached_property
     def _shares(self) -> Floats:
-        """[levels, groups, times, chunks] θ of ``regular``: of groups with fewer times, the first ones again."""
+        """[prices, flights, groups, times, chunks] θ of ``regular_bounds``: of groups with fewer times, the first ones
+        again."""
         times = max(map(len, self._flights))
         held = np.stack([np.resize(one, (times, self.case.chunks)) for one in self._flights])
         ratio = self.mesh.byte / np.where(self.mesh.saved_byte > 0, self.mesh.saved_byte, 1.0)
-        return np.minimum(1.0, ratio[:, None, None, None] * held)
+        return np.minimum(1.0, ratio[self._alike, None, None, None] * held)
 
-    def played(self, cuts: Sequence[int]) -> float:
+    def played(self, cuts: Sequence[int], enough_s: float = inf) -> float:
         """A lower bound on the makespan of every pipeline with these cuts by the paths through its schedule; 0 if the
-        schedule is too long to be played."""
+        schedule is too long to be played. enough_s: seconds that are as good as any more."""
         case, mesh, m, loads = self.case, self.mesh, self.m, self._least_loads(cuts)
         rounds = min(_MOST_ROUNDS, _MOST_PLAYED // (2 * m * case.groups * case.chunks))
         if not rounds or not np.isfinite(loads).all():
@@ -434,7 +462,7 @@ class _Solver:
         groups, each, tied = [group for group, _ in self._places], np.eye(case.groups), self._tied
         of_group = np.tile(each[:, groups], len(kinds))
         rows = [np.kron([[kind in some for kind in kinds]], np.eye(len(pace))) for some in known]
-        least, work = list(known.values()), self._of_groups(mesh.least_work(m)[first, last])
+        least, work = list(known.values()), self._least_work(cuts)
         if mesh.whole:
             work = np.maximum(work, m * loads)
         else:
@@ -452,6 +480,7 @@ class _Solver:
             np.concatenate([*least, work + tied, tied]),
             *mesh.least_messages(cuts, groups),
             rounds,
+            enough_s,
         )
 
     # -- the figures of a pipeline

@@ -160,7 +160,7 @@ def search_plans(search: SearchState, top_k: int = 1) -> tuple[list[Plan], Infea
             break
         plans, missed = _build_plans(search, candidates, top_k, tried, plans, regular.solved_again)
         error = missed or error
-    search.bound_s, search.cases = regular.bound_s, regular.record
+    search.bound_s, search.cases = regular.bound_s(time_to_beat(plans, 1)), regular.record
     if not is_regular_enough(search) or not (plans or is_regular_only(search)):
         any_plan = search.request is not None and search.request.regular == "any"
         limit_s = time_to_beat(plans, top_k) * (1 - (0.0 if any_plan else LEAST_GAIN))

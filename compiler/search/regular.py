@@ -24,7 +24,7 @@ from ..errors import OverfullError
 from ..pipeline.families import PIPEDREAM
 from ..pipeline.regular import MeshTable, PipelineCase, dual_levels, groups_that_fit, places
 from ..pipeline.regular_bounds import case_bounds, mesh_bound
-from ..pipeline.regular_solver import RegularAnswer, close_bound, played_bound, solve_case
+from ..pipeline.regular_solver import RegularAnswer, close_bound, divisions_of, played_bound, solve_case
 from ..pipeline.table import Floats, PipelineTable
 from .lower_bounds import LARGEST_MULTIPLIER, NO_MULTIPLIER
 from .predict import least_tied_seconds
@@ -42,6 +42,7 @@ LIFTED_AT_ONCE = 32  # whose first bounds are
 MAX_IRREGULAR_LAYERS, MAX_IRREGULAR_DEVICES = 48, 16  # of a request whose irregular plans are always looked for
 CLOCK_TOLERANCE = 1.05  # by which the clock may be wrong
 MAX_CANDIDATES = 24  # that are offered
+DIVIDED_AGAIN = 0.005  # of a bound on divisions: what those may be below it that are found when a case is solved
 MAX_LOWERED = 0.005  # of a bound: what may be taken off for work that overlaps
 
 
@@ -71,6 +72,7 @@ class _Waiting:
     case: PipelineCase | None = field(compare=False, default=None)
     #: how often its first bound, which is cheap, was lifted
     looks: int = field(compare=False, default=0)
+    is_played: bool = field(compare=False, default=False)  # if ``_path_bound`` does not lift it any more
 
 
 #: of two waiting, faster than to compare them
@@ -91,14 +93,13 @@ def _first(heap: Sequence[_Waiting], count: int) -> list[_Waiting]:
 
 @dataclass(order=True, frozen=True)
 class _SolvedBound:
-    """The bound on a case that was solved. is_closest: False until ``_path_bound`` lifted it, where it can. divisions:
-    those into several chunks per group that were looked at."""
+    """The bound on a case that was solved. divisions: those into several chunks per group that were looked at, until
+    ``_path_bound`` lifted it."""
 
     bound_s: float
     number: int
     waiting: _Waiting = field(compare=False)
-    is_closest: bool = field(compare=False)
-    divisions: Sequence[Sequence[int]] = field(compare=False, default=())
+    divisions: Sequence[tuple[int, ...]] = field(compare=False)
 
 
 class RegularSearch:
@@ -124,21 +125,23 @@ class RegularSearch:
         self._able: dict[tuple[int, int], list[int]] = {}  # numbers of groups with which anything fits
         #: (count, mesh) whose fastest choices do not always fit, though the leanest leave most of the memory free
         self._tight: set[tuple[int, int]] = set()
+        self._priced: dict[tuple[int, int], list[int]] = {}  # see ``_with_priced_work``
+        #: by case, prices and division (the bound of its schedule, the seconds from which on that was high enough)
+        self._played: dict[tuple[int, int, tuple[int, ...]], tuple[float, float]] = {}
         self._overlapping: dict[int, bool] = {}  # by microbatch count, see ``_overlaps``
         self._least_tied: dict[int, Floats] = {}  # by mesh, see ``_tied``
         self._least: dict[int, int] = {}  # by mesh a microbatch count below which nothing fits
 
-    @property
-    def bound_s(self) -> float:
+    def bound_s(self, enough_s: float = inf) -> float:
         """Seconds that no regular plan undercuts. Of the cases that were solved only those are bounded closely whose
-        cheap bounds are below all others."""
+        cheap bounds are below all others. enough_s: a bound that is as good as any higher one."""
         left_s = min((one.bound_s for one in (self._queue or ())[:1]), default=inf)
-        while self._solved_bounds and (least := self._solved_bounds[0]).bound_s < left_s:
-            if least.is_closest or self.search.cut_short:
+        while self._solved_bounds and (least := self._solved_bounds[0]).bound_s < min(left_s, enough_s):
+            if not least.divisions or self.search.cut_short:
                 return least.bound_s
-            bound_s = max(least.bound_s, self._path_bound(least))
-            heapreplace(self._solved_bounds, replace(least, bound_s=bound_s, is_closest=True))
-        return left_s
+            bound_s = max(least.bound_s, self._path_bound(least.waiting, least.divisions, enough_s))
+            heapreplace(self._solved_bounds, replace(least, bound_s=bound_s, divisions=()))
+        return min([left_s, *(one.bound_s for one in self._solved_bounds[:1])])
 
     @property
     def record(self) -> dict[str, float | None]:
@@ -188,6 +191,11 @@ class RegularSearch:
                 first.looks, first.bound_s = first.looks + 1, max(first.bound_s, bound_s)
                 if isfinite(first.bound_s):
                     heappush(queue, first)
+            elif first.case is not None and first.case.chunks > 1 and not first.is_played and isfinite(best_s):
+                cuts = divisions_of(self._bounds[first.m, first.mesh], first.m, first.case)
+                bound_s = (1 - DIVIDED_AGAIN) * self._path_bound(first, cuts, best_s / (1 - DIVIDED_AGAIN))
+                first.bound_s, first.is_played = max(first.bound_s, bound_s), bound_s < best_s
+                heappush(queue, first)
             elif first.case is None and not first.looks:
                 self._lift([first, *_first(queue, LIFTED_AT_ONCE)])
                 queue.append(first)
@@ -203,7 +211,7 @@ class RegularSearch:
                 clocks += [one.clock_s for one in candidates]
                 if not candidates and self._tighten(first.m, first.mesh):
                     self._solved.remove(first)
-                    first.looks = 0
+                    first.looks, first.is_played = 0, False
                     heappush(queue, first)
                 yield candidates
 
@@ -249,9 +257,10 @@ class RegularSearch:
             _, others = self._answer(waiting, self._hiding_levels(waiting.m, waiting.mesh))
             found += [replace(one, hidden_s=0.0) for one in others]
         if found:
-            bound_s = max(waiting.bound_s, self._true_bound(waiting.m, answer.bound_s))
-            one = _SolvedBound(bound_s, len(self._solved_bounds), waiting, waiting.case.chunks == 1, answer.divisions)
-            heappush(self._solved_bounds, one)
+            bound_s = self._true_bound(waiting.m, answer.bound_s)
+            if waiting.case.chunks == 1:
+                bound_s = max(waiting.bound_s, bound_s)
+            heappush(self._solved_bounds, _SolvedBound(bound_s, len(self._solved_bounds), waiting, answer.divisions))
         return found
 
     def _answer(self, waiting: _Waiting, levels: Sequence[int]) -> tuple[RegularAnswer, list[Candidate]]:
@@ -275,12 +284,21 @@ class RegularSearch:
         last_s = max_overlap(self.search.cluster) * self.tables.max_bucket_seconds(self.meshes[waiting.mesh][0])
         return any(one.hidden_s - last_s > MIN_HIDDEN_FRACTION * one.clock_s for one in found)
 
-    def _path_bound(self, solved: _SolvedBound) -> float:
-        """The bound on a case of several chunks per group by all that follows on each other in its schedule."""
-        case, m = solved.waiting.case, solved.waiting.m
-        assert case is not None
-        mesh = self._bounds[m, solved.waiting.mesh]
-        return self._true_bound(m, played_bound(mesh, m, case, solved.divisions))
+    def _path_bound(self, waiting: _Waiting, divisions: Sequence[tuple[int, ...]], enough_s: float) -> float:
+        """The bound on a case by all that follows on each other in its schedule, with these divisions into several
+        chunks per group. enough_s: a bound that is as good as any higher one."""
+        assert waiting.case is not None
+        mesh, least_s = self._bounds[waiting.m, waiting.mesh], inf
+        enough_s /= 1 - MAX_LOWERED
+        for cuts in divisions:
+            key = waiting.number, len(mesh.value), cuts
+            bound_s, asked_s = self._played.get(key, (0.0, 0.0))
+            if asked_s <= bound_s < min(enough_s, least_s):
+                asked_s = min(enough_s, least_s)
+                bound_s = played_bound(mesh, waiting.m, waiting.case, cuts, asked_s)
+                self._played[key] = bound_s, asked_s
+            least_s = min(least_s, bound_s)
+        return self._true_bound(waiting.m, least_s)
 
     def solved_again(self, candidate: Candidate, missed: OverfullError) -> list[Candidate]:
         """The pipelines of the cases that were solved with as many microbatches as ``candidate``, which holds too much,
@@ -326,7 +344,27 @@ class RegularSearch:
             if case not in self._close[m, g] and self._tighten(m, g):
                 return self._closer_bound(waiting, queue)
             return self._close[m, g].get(case, inf)
-        return self._true_bound(m, close_bound(self._bounds[m, g], m, case)) if case.groups > 1 else 0
+        if case.groups == 1:
+            return 0
+        bound_s = self._true_bound(m, close_bound(self._with_priced_work(m, g, case), m, case))
+        return bound_s if case.chunks == 1 else (1 - DIVIDED_AGAIN) * bound_s
+
+    def _with_priced_work(self, m: int, g: int, case: PipelineCase) -> MeshTable:
+        """The lower bounds of a mesh and count, with the bytes priced that a case holds where all work of a step is
+        counted."""
+        mesh, grid = self._bounds[m, g], self._grid(m, g)
+        if mesh.work is None or mesh.whole or len(grid) == 1:
+            return mesh
+        levels = self._priced.setdefault((m, g), [])
+        if fresh := [n for n in (0, *dual_levels(mesh, m, case)) if n not in levels]:
+            levels += fresh
+            share, sub = 1.0 - max_overlap(self.search.cluster), self.meshes[g][0]
+            numbers = [self.tables.level(m, *grid[n], gradient_share=share) for n in levels]
+            self.tables.bound([(sub, m, number) for number in numbers])
+            work = self._lower_bounds(m, g, numbers)
+            work = replace(work, pace=np.maximum(work.pace, work.value[0]), work=None)
+            mesh = self._bounds[m, g] = replace(mesh, priced_work=work)
+        return mesh
 
     def _tighten(self, m: int, g: int) -> bool:
         """Have prices of memory in the grid of a mesh and count that did without. False if it has them."""
@@ -335,6 +373,7 @@ class RegularSearch:
         self._tight.add((m, g))
         self._able.pop((m, g))
         self._close.pop((m, g), None)
+        self._priced.pop((m, g), None)
         return True
 
     def _close_bounds(self, m: int, g: int) -> dict[PipelineCase, float]:
@@ -392,15 +431,16 @@ class RegularSearch:
     # ---- tables
 
     def _grid(self, m: int, g: int) -> list[tuple[float, float]]:
-        """The multipliers at which bounds of a mesh are made: many prices of a byte, where a saved byte counts once or
-        for as many microbatches as there are groups."""
+        """The multipliers of a mesh's bounds and tables: many prices of a byte, where a saved byte counts once, for as
+        many microbatches as there are groups, or for about twice as many."""
         if self.tables.fits_unconstrained(m) and (m, g) not in self._tight:
             return [NO_MULTIPLIER]
         return self._full_grid(m, g)
 
     def _full_grid(self, m: int, g: int) -> list[tuple[float, float]]:
         """``_grid`` where memory is scarce."""
-        flights = dict.fromkeys((1.0, float(min(m, len(self._places[g])))))
+        groups = len(self._places[g])  # eager 1F1B and zb-v have about twice as many microbatches in flight
+        flights = dict.fromkeys(float(min(m, most)) for most in (1, groups, 2 * groups - 1))
         grid = [NO_MULTIPLIER, *((factor, flight) for flight in flights for factor in FACTORS)]
         return [*grid, (LARGEST_MULTIPLIER[0], max(flights))]
 
@@ -494,15 +534,8 @@ class RegularSearch:
         return self._least_tied[g]
 
     def _levels_for(self, waiting: _Waiting) -> list[int]:
-        """The levels of a case's tables: those whose bounds are the highest for some of its groups, and those next to
-        them."""
-        m, g, case = waiting.m, waiting.mesh, waiting.case
-        assert case is not None
-        grid = self._grid(m, g)
-        best = dual_levels(self._bounds[m, g], m, case)
-        near = {k for one in best for k in (one - 1, one, one + 1) if 0 < k < len(grid)}
-        near |= set(range(len(grid) - 1, 0, -2))  # bounds do not know the bytes of a layer while it runs
-        return [self.tables.level(m, *grid[k]) for k in (0, *sorted(near), len(grid) - 1) if k < len(grid)]
+        """The levels of a case's tables."""
+        return [self.tables.level(waiting.m, *one) for one in self._grid(waiting.m, waiting.mesh)]
 
     def _hiding_levels(self, m: int, g: int) -> list[int]:
         """The levels at which sums of whole gradients cost what of them cannot hide, and at which they cost nothing."""

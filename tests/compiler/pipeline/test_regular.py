@@ -399,7 +399,7 @@ def test_no_pipeline_of_the_divisions_is_faster_than_the_close_bound(seed, whole
             _, order = case_of(mesh, case.groups, case.schedule, case.chunks)
             cuts = _Solver(mesh, m, case).divisions
             best = least_clock(mesh, case, order, m, every_regular(mesh, case, order, m, cuts))
-            played = played_bound(mesh, m, case, cuts)
+            played = min((played_bound(mesh, m, case, one) for one in cuts), default=inf)
             assert close_bound(mesh, m, case) <= played <= best * (1 + EPS)
         else:
             assert close_bound(mesh, m, case) <= fastest[case] * (1 + EPS), case
@@ -465,7 +465,8 @@ def test_the_played_bound_knows_what_waits_for_messages():
     answer = solve_case(mesh, m, case)
     seconds = clock_seconds(mesh.table, m, case.schedule, answer.pipelines[0])
     assert answer.bound_s < 0.9 * seconds
-    assert 0.98 * seconds <= played_bound(mesh, m, case, answer.divisions) <= seconds * (1 + EPS)
+    played = min(played_bound(mesh, m, case, cuts) for cuts in answer.divisions)
+    assert 0.98 * seconds <= played <= seconds * (1 + EPS)
 
 
 def test_bounds_know_what_memory_costs():
