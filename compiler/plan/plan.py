@@ -24,10 +24,11 @@ from __future__ import annotations
 
 import json
 import os
+from bisect import bisect_right
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -394,9 +395,8 @@ class Plan:
 
     def host_of(self, device: int) -> int:
         """Position of the host that this device is in."""
-        alike = [(int(host.get("count", 1)), int(host["num_devices"])) for host in self.cluster["hosts"]]
-        ends = accumulate(size for count, size in alike for _ in range(count))
-        return next(index for index, end in enumerate(ends) if device < end)
+        alike = ((int(host.get("count", 1)), int(host["num_devices"])) for host in self.cluster["hosts"])
+        return bisect_right(_host_ends(tuple(alike)), device)
 
     def stage_of(self, device: int) -> int | None:
         """The stage that runs on this device (or rank); None if it is idle."""
@@ -617,6 +617,12 @@ def upgraded(data: Mapping[str, Any]) -> dict[str, Any]:
             for stage in data["stages"]
         ]
     return {**document, "version": 2, "precision": "model"}
+
+
+@lru_cache
+def _host_ends(alike: tuple[tuple[int, int], ...]) -> list[int]:
+    """The devices behind the last of every host, of so many hosts with so many devices each."""
+    return list(accumulate(size for count, size in alike for _ in range(count)))
 
 
 # ---- Gradient buckets: the flat pieces in which partial gradients are summed

@@ -207,7 +207,7 @@ class RegularSearch:
                     self._number += 1
                     heappush(queue, _Waiting(max(bound_s, first.bound_s), self._number, first.m, first.mesh, case))
             else:
-                candidates = self._solve(first)
+                candidates = self._solve(first, best_s)
                 clocks += [one.clock_s for one in candidates]
                 if not candidates and self._tighten(first.m, first.mesh):
                     self._solved.remove(first)
@@ -248,11 +248,14 @@ class RegularSearch:
                 low = middle + 1
         return shared[low - 1] + 1 if low else 0
 
-    def _solve(self, waiting: _Waiting) -> list[Candidate]:
-        """The pipelines of a case."""
+    def _solve(self, waiting: _Waiting, best_s: float = inf) -> list[Candidate]:
+        """The pipelines of a case: by half of its levels where these are far from ``best_s``."""
         assert waiting.case is not None
         self._solved.append(waiting)
-        answer, found = self._answer(waiting, self._levels_for(waiting))
+        levels = [self.tables.level(waiting.m, *one) for one in self._grid(waiting.m, waiting.mesh)]
+        answer, found = self._answer(waiting, [*levels[:1], *levels[1::2], *levels[-1:]])
+        if not found or min(one.clock_s - one.hidden_s for one in found) <= best_s * CLOCK_TOLERANCE:
+            answer, found = self._answer(waiting, levels)
         if self._may_hide(waiting, found):
             _, others = self._answer(waiting, self._hiding_levels(waiting.m, waiting.mesh))
             found += [replace(one, hidden_s=0.0) for one in others]
@@ -532,10 +535,6 @@ class RegularSearch:
                     found[groups] += least_tied_seconds(search.graph, search.cluster, node, pieces, first, last)
             self._least_tied[g] = found
         return self._least_tied[g]
-
-    def _levels_for(self, waiting: _Waiting) -> list[int]:
-        """The levels of a case's tables."""
-        return [self.tables.level(waiting.m, *one) for one in self._grid(waiting.m, waiting.mesh)]
 
     def _hiding_levels(self, m: int, g: int) -> list[int]:
         """The levels at which sums of whole gradients cost what of them cannot hide, and at which they cost nothing."""
