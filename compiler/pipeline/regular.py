@@ -9,7 +9,7 @@ chunks D_k are those of ``families.virtual_order``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import inf
@@ -58,9 +58,9 @@ class MeshTable:
     else is a sum over its layers, so that levels may be mixed (None: they may not). work: the least seconds of all work
     of a step, less what may run beside the last backward (None: no more than all paces); tied_s: by number of groups,
     the least seconds at the end of a step to exchange weights that the first and the last of them hold (None: not
-    known). priced_work: the same table where ``value`` and ``pace`` count all work of a step, less what may run beside
-    the last backward, divided by the microbatches (None: not known). constraints: on the cuts. entry, behind: by site
-    and border, the least seconds of a message ahead and of one back.
+    known). work_levels: ``value``, ``byte`` and ``saved_byte`` of more levels, the first without prices, where all work
+    of a step counts, less what may run beside the last backward, divided by the microbatches (None: not known).
+    constraints: on the cuts. entry, behind: by site and border, the least seconds of a message ahead and of one back.
     """
 
     table: PipelineTable
@@ -82,7 +82,7 @@ class MeshTable:
     constraints: StageConstraints = field(default_factory=StageConstraints)
     entry: Floats | None = None  # [sites, L + 1], as ``behind``
     behind: Floats | None = None
-    priced_work: MeshTable | None = None
+    work_levels: tuple[Floats, Floats, Floats] | None = None
 
     def pace_of(self, parts: Parts) -> float:
         """Seconds per microbatch of a chunk."""
@@ -169,6 +169,17 @@ class MeshTable:
     def tied(self, groups: int) -> Floats:
         """[groups + 1] ``tied_s``, 0 if it is not known."""
         return np.zeros(groups + 1) if self.tied_s is None else self.tied_s[: groups + 1]
+
+    @cached_property
+    def priced_work(self) -> MeshTable | None:
+        """The same with ``work_levels`` alone: ``pace`` and ``value`` are of all work of a step."""
+        if self.work_levels is None:
+            return None
+        value, byte, saved_byte = self.work_levels
+        pace = np.maximum(self.pace, value[0])
+        return replace(
+            self, pace=pace, value=value, byte=byte, saved_byte=saved_byte, work=None, work_levels=None
+        )  # fmt: skip
 
     def least_work_of(self, m: int, flight: int) -> Floats:
         """``least_work`` of a stage with so many microbatches in flight."""

@@ -365,8 +365,7 @@ class RegularSearch:
             numbers = [self.tables.level(m, *grid[n], gradient_share=share) for n in levels]
             self.tables.bound([(sub, m, number) for number in numbers])
             work = self._lower_bounds(m, g, numbers)
-            work = replace(work, pace=np.maximum(work.pace, work.value[0]), work=None)
-            mesh = self._bounds[m, g] = replace(mesh, priced_work=work)
+            mesh = self._bounds[m, g] = replace(mesh, work_levels=(work.value, work.byte, work.saved_byte))
         return mesh
 
     def _tighten(self, m: int, g: int) -> bool:

@@ -87,12 +87,14 @@ def mesh_table(rng: np.random.Generator, layers: int, groups: int, levels: int, 
         beside = overlap * (1 - part)
         least = (pace + step * (1 - overlap * part * REDUCED) / (m - beside)).min(axis=0)
         work = np.maximum(work, (m - beside) * least + beside * phases[0])
+    every = pace + step * (1 - overlap * REDUCED) / m  # less all that may hide of the sums of gradients
+    priced = np.array([(every + byte * resident + more * saved).min(axis=0) for byte, more in prices])
+    at = np.array(prices).T
     return MeshTable(
-        table, len(near), pace.min(axis=0), value, np.array([byte for byte, _ in prices]),
-        np.array([more for _, more in prices]), trip, *phases, peak, near,
+        table, len(near), pace.min(axis=0), value, *at, trip, *phases, peak, near,
         [int(k >= first_host) for k in range(groups)], whole, None, None if whole else work, tied,
         entry=np.array([np.append(one.min(axis=(0, 2)), 0.0) for one in entry]),
-        behind=np.array([one.min(axis=(0, 1)) for one in transfer]),
+        behind=np.array([one.min(axis=(0, 1)) for one in transfer]), work_levels=None if whole else (priced, *at),
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from meshwright.compiler.pipeline import cutting_planes
 from meshwright.compiler.pipeline.cutting_planes import least_makespan
 from meshwright.compiler.pipeline.families import generate
 from meshwright.compiler.pipeline.simulate import simulate
@@ -78,6 +79,21 @@ def test_every_round_gives_a_bound():
     found = [least_makespan(schedule, kinds, likely, rows, rows @ likely, ahead, back, n) for n in (1, 5, 20, 100)]
     assert found == sorted(found)
     assert found[0] < 0.99 * found[-1]
+
+
+def test_no_more_rounds_are_played_than_what_is_asked_takes(monkeypatch):
+    schedule, kinds, likely, ahead, back = problem("zb-v", 4, 8, 2, seed=4)
+    rows = and_ends(schedule, np.tile(np.eye(schedule.num_virtual), 3))
+    asked = schedule, kinds, likely, rows, rows @ likely, ahead, back, 100
+    least_s, original, rounds = least_makespan(*asked), cutting_planes.longest_path, []
+    monkeypatch.setattr(cutting_planes, "longest_path", lambda *of: rounds.append(of) or original(*of))
+    played = []
+    for share in (0.9, 0.97, 2.0):
+        found = least_makespan(*asked, share * least_s)
+        assert min(share, 1.0) * least_s <= found <= least_s
+        played.append(len(rounds))
+        rounds.clear()
+    assert played[0] < played[1] < played[2]
 
 
 def test_a_solver_that_gives_up_leaves_the_bound_of_the_rounds_before(monkeypatch):

@@ -471,7 +471,7 @@ def test_the_played_bound_knows_what_waits_for_messages():
 
 def test_bounds_know_what_memory_costs():
     """Where memory binds, they are above those of the least seconds alone."""
-    lifted = dict.fromkeys(("case", "mesh", "close"), 0)
+    lifted = dict.fromkeys(("case", "mesh", "close", "all work", "all work of chunks"), 0)
     for seed in SEEDS:
         mesh, m, fastest = explored(seed, False)
         roomy, cases = _roomy(mesh), list(fastest)
@@ -480,7 +480,30 @@ def test_bounds_know_what_memory_costs():
         lifted["mesh"] += mesh_bound(mesh, m, 1) > mesh_bound(roomy, m, 1) * (1 + 1e-3)
         close, loose = ([close_bound(one, m, c) for c in cases if c.chunks > 1] for one in (mesh, roomy))
         lifted["close"] += any(a > b * (1 + 1e-3) for a, b in zip(close, loose))
+        for name, some in (("all work", 1), ("all work of chunks", 2)):
+            those = [case for case in cases if min(case.chunks, 2) == some]
+            priced, loose = (
+                [close_bound(one, m, case) for case in those] for one in (mesh, replace(mesh, work_levels=None))
+            )
+            lifted[name] += any(a > b * (1 + 1e-3) for a, b in zip(priced, loose))
     assert min(lifted.values()) >= 1, lifted
+
+
+def test_each_chunk_of_a_group_has_the_price_of_its_own_microbatches_in_flight():
+    """Under zb-v the first group holds more microbatches of its first chunk than of its second; each layer has a byte,
+    and saves one."""
+    mesh, flights, price = even_mesh(4), np.array([1.0, 2.0, 3.0, 4.0]), 0.25
+    mesh = replace(
+        mesh, value=np.stack([mesh.pace * (1 + price * (1 + more)) for more in flights]), byte=np.full(4, price),
+        saved_byte=price * flights, table=replace(mesh.table, options=(StageOption(1, (0, 1), (4.0, 4.0)),)),
+    )  # fmt: skip
+    solver = _Solver(mesh, 8, PipelineCase(2, "zb-v", 2))
+    held = max(solver._flights[0].tolist(), key=sum)
+    assert held[0] > held[1]
+    by_one_level = [2 + price * sum(min(1.0, h / more) * (1 + more) for h in held) - price * 4 for more in flights]
+    (found, _) = solver._least_loads((0, 1, 2, 3, 4))
+    assert found == pytest.approx(2 + price * sum(1 + h for h in held) - price * 4)
+    assert found > 1.02 * max(by_one_level)
 
 
 def test_a_case_that_never_fits_is_never_solved():
