@@ -35,7 +35,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -382,13 +382,15 @@ def _build_plans(
     base_schedule = search.space.base_schedule
     tries, corrections = max(MAX_TRIES, 2 * top_k), MAX_CORRECTIONS
     tries += sum(candidate.schedule != base_schedule for candidate in queue)
-    clock_ratios = dict[str, float]()  # schedule → the least clock seconds per simulated second so far
+    #: schedule, meshes → the least clock seconds per simulated second so far
+    clock_ratios = dict[Hashable, float]()
     while queue and tries:
         candidate = queue.pop(0)
         limit_s = time_to_beat(plans, top_k)
         hidden_s = candidate.hidden_s if candidate.hidden_s > MIN_HIDDEN_FRACTION * candidate.clock_s else 0.0
         least_s = (candidate.clock_s - hidden_s) / (1 + search.clock_error)
-        if least_s >= limit_s * clock_ratios.get(candidate.schedule, 1.0):
+        kind = candidate.schedule, frozenset(row.submesh.shape for row in candidate.rows)
+        if least_s >= limit_s * clock_ratios.get(kind, 1.0):
             continue
         if plans and search.must_stop():
             break
@@ -403,7 +405,7 @@ def _build_plans(
             plan = _build_interruptibly(search, candidate, bool(plans), built)
             search.clocks.append((candidate.clock_s, plan.prediction.step_s))
             ratio = max(candidate.clock_s / plan.prediction.step_s, LEAST_CLOCK_RATIO)
-            clock_ratios[candidate.schedule] = min(ratio, clock_ratios.get(candidate.schedule, 1.0))
+            clock_ratios[kind] = min(ratio, clock_ratios.get(kind, 1.0))
             is_simpler = all(_rank(candidate.schedule) < _rank(one.schedule) for one in plans)
             slower = plan.prediction.step_s >= limit_s * (1 + TIE_TOLERANCE * is_simpler)
             if slower or any(same_decisions(plan, other) for other in plans):

@@ -3,10 +3,10 @@
 A *case* is a microbatch count, a mesh, and a schedule on so many groups and virtual stages (``pipeline/regular``). All
 cases of a request wait in one queue, by a lower bound on their steps. The bound of a mesh and count comes first, by the
 work of all layers on as many groups as there is room for; then that of each of its cases, with the memory that they
-need; with several virtual stages, one of the divisions that are looked at; then the case is solved, on cost tables at
-the memory multipliers at which its bounds are highest, and timed on a clock. The queue ends where its least bound is no
-less than the fastest case. So what was never solved is proven to be no faster, and the bound of the search is the least
-of all cases' bounds.
+need; with several virtual stages, one of the divisions that are looked at, and one of what follows on each other in the
+schedule; then the case is solved, on cost tables at several memory multipliers, and timed on a clock. The queue ends
+where its least bound is no less than the fastest case. So what was never solved is proven to be no faster, and the
+bound of the search is the least of all cases' bounds.
 """
 
 from __future__ import annotations
@@ -334,8 +334,8 @@ class RegularSearch:
         self._bound({(m, g): self._few(self._grid(m, g)) for m, g in fresh[:MESHES_AT_ONCE]})
 
     def _closer_bound(self, waiting: _Waiting, queue: Sequence[_Waiting]) -> float:
-        """The next bound of a case: that at all multipliers, inf if nothing fits on so many groups; then, with several
-        virtual stages, that of the divisions that are looked at."""
+        """The next bound of a case: that at all multipliers, inf if nothing fits on so many groups; then that by where its
+        groups lie, or, with several virtual stages, that of the divisions that are looked at."""
         m, g, case = waiting.m, waiting.mesh, waiting.case
         assert case is not None
         if waiting.looks == 0:
