@@ -14,10 +14,12 @@ Weights that the first and the last group hold are exchanged when all work of bo
 of the first has ended, which ends every microbatch's way there and back (but under zb-v, where one group is both).
 
 A level (λ, μ), seconds per resident byte and per saved byte, says t_c + λ r_c + μ s_c ≥ value_c for every choice. At
-some time group k holds h_c microbatches of each of its chunks, so that Σ (r_c + h_c s_c) ≤ M, and with θ_c = min(1,
-λ h_c / μ)
+some time group k holds h_c microbatches of each of its chunks, so that Σ (r_c + h_c s_c) ≤ M, and with a level of the
+same λ for each chunk and θ_c = min(1, λ h_c / μ_c)
 
     T_k ≥ Σ_{c ∈ D_k} (pace_c + θ_c (value_c − pace_c)) − λ M
+
+``MeshTable.work_levels`` say the same of all work of a step at ω = 1, over m.
 
 ``case_bounds`` know neither messages nor waits. The least seconds of all that follows on each other in a schedule are a
 bound, too, on the cuts that are tried (``regular_solver``, ``cutting_planes``).

@@ -334,8 +334,8 @@ class RegularSearch:
         self._bound({(m, g): self._few(self._grid(m, g)) for m, g in fresh[:MESHES_AT_ONCE]})
 
     def _closer_bound(self, waiting: _Waiting, queue: Sequence[_Waiting]) -> float:
-        """The next bound of a case: that at all multipliers, inf if nothing fits on so many groups; then that by where its
-        groups lie, or, with several virtual stages, that of the divisions that are looked at."""
+        """The next bound of a case: that at all multipliers, inf if nothing fits on so many groups; then that by where
+        its groups lie, or, with several virtual stages, that of the divisions that are looked at."""
         m, g, case = waiting.m, waiting.mesh, waiting.case
         assert case is not None
         if waiting.looks == 0:
