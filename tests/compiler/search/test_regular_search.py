@@ -93,17 +93,23 @@ def test_nothing_is_lost_by_solving_the_best_cases_first(graph, mib, schedule, m
 
 
 @pytest.mark.parametrize(
-    "mib",
+    ("mib", "microbatches"),
     [
-        pytest.param(120, marks=pytest.mark.xfail(reason="known fault: bounds where memory is scarcest", strict=True)),
-        300,
+        pytest.param(
+            120, 8, marks=pytest.mark.xfail(reason="known fault: bounds where memory is scarcest", strict=True)
+        ),
+        (300, 8),
+        (150, 32),
     ],
 )
-def test_bounds_of_cases_are_below_their_clocks(graph, mib):
-    search = RegularSearch(begun(graph, limited(mib), microbatches=8))
+def test_bounds_of_cases_are_below_their_clocks(graph, mib, microbatches):
+    search = RegularSearch(begun(graph, limited(mib), microbatches=microbatches))
     seen = solved_cases(search)
-    assert len(seen) >= 30
+    assert len(seen) >= 25
     assert [one for one in seen if one[0] > one[1] * (1 + 1e-9)] == []
+    if microbatches == 32:  # 1.5 % more would be seen
+        for several in (False, True):
+            assert max(low / clock_s for low, clock_s, case in seen if (case.chunks > 1) is several) > 0.985
 
 
 def test_what_was_solved_is_not_solved_again(graph):
