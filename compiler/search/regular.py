@@ -42,7 +42,7 @@ LIFTED_AT_ONCE = 32  # whose first bounds are
 MAX_IRREGULAR_LAYERS, MAX_IRREGULAR_DEVICES = 48, 16  # of a request whose irregular plans are always looked for
 CLOCK_TOLERANCE = 1.05  # by which the clock may be wrong
 MAX_CANDIDATES = 24  # that are offered
-DIVIDED_AGAIN = 0.005  # of a bound on divisions: what those may be below it that are found when a case is solved
+DIVIDED_AGAIN = 0.02  # of a bound on divisions: what those may be below it that are found when a case is solved
 MAX_LOWERED = 0.005  # of a bound: what may be taken off for work that overlaps
 
 
