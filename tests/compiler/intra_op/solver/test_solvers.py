@@ -244,7 +244,7 @@ def test_a_time_limit_returns_the_best_found_and_what_is_proven():
 
 @pytest.mark.parametrize("gives_up", [("GLOP",), ("GLOP", "HIGHS")])
 def test_a_solver_that_gives_up_is_no_error(monkeypatch, gives_up):
-    problem, limit = memory_bound()
+    problem, limit = memory_bound(num_operators=16, num_choices=10)
     optimum, lean = solve_ilp(problem, limit), solve(minimum_bytes_problem(problem)).choice
     original = mathopt.solve
 
