@@ -207,7 +207,7 @@ class RegularSearch:
                     self._number += 1
                     heappush(queue, _Waiting(max(bound_s, first.bound_s), self._number, first.m, first.mesh, case))
             else:
-                candidates = self._solve(first, best_s)
+                candidates = self._solve(first)
                 clocks += [one.clock_s for one in candidates]
                 if not candidates and self._tighten(first.m, first.mesh):
                     self._solved.remove(first)
@@ -248,14 +248,11 @@ class RegularSearch:
                 low = middle + 1
         return shared[low - 1] + 1 if low else 0
 
-    def _solve(self, waiting: _Waiting, best_s: float = inf) -> list[Candidate]:
-        """The pipelines of a case: by half of its levels where these are far from ``best_s``."""
+    def _solve(self, waiting: _Waiting) -> list[Candidate]:
+        """The pipelines of a case."""
         assert waiting.case is not None
         self._solved.append(waiting)
-        levels = [self.tables.level(waiting.m, *one) for one in self._grid(waiting.m, waiting.mesh)]
-        answer, found = self._answer(waiting, [*levels[:1], *levels[1::2], *levels[-1:]])
-        if not found or min(one.clock_s - one.hidden_s for one in found) <= best_s * CLOCK_TOLERANCE:
-            answer, found = self._answer(waiting, levels)
+        answer, found = self._answer(waiting, self._levels_for(waiting))
         if self._may_hide(waiting, found):
             _, others = self._answer(waiting, self._hiding_levels(waiting.m, waiting.mesh))
             found += [replace(one, hidden_s=0.0) for one in others]
@@ -355,7 +352,7 @@ class RegularSearch:
     def _with_priced_work(self, m: int, g: int, case: PipelineCase) -> MeshTable:
         """The lower bounds of a mesh and count, with the bytes priced that a case holds where all work of a step is
         counted."""
-        mesh, grid = self._bounds[m, g], self._grid(m, g)
+        mesh, grid = self._bounds[m, g], self._bound_grid(m, g)
         if mesh.work is None or mesh.whole or len(grid) == 1:
             return mesh
         levels = self._priced.setdefault((m, g), [])
@@ -385,9 +382,9 @@ class RegularSearch:
             self._least[g] = self._least[g] if g in self._least else self._least_count(g)
             return {}
         cases = [case for case in self._cases(m, g) if case.groups in self._able[m, g]]
-        if len(grid := self._grid(m, g)) == 1:  # they have that bound already
+        if len(self._grid(m, g)) == 1:  # they have that bound already
             return dict.fromkeys(cases, 0.0)
-        self._bound({(m, g): grid})
+        self._bound({(m, g): self._bound_grid(m, g)})
         return dict(self._case_bounds(m, g, cases))
 
     def _bound(self, multipliers: Mapping[tuple[int, int], Sequence[tuple[float, float]]]) -> None:
@@ -441,10 +438,15 @@ class RegularSearch:
 
     def _full_grid(self, m: int, g: int) -> list[tuple[float, float]]:
         """``_grid`` where memory is scarce."""
-        groups = len(self._places[g])  # eager 1F1B and zb-v have about twice as many microbatches in flight
-        flights = dict.fromkeys(float(min(m, most)) for most in (1, groups, 2 * groups - 1))
+        flights = dict.fromkeys((1.0, float(min(m, len(self._places[g])))))
         grid = [NO_MULTIPLIER, *((factor, flight) for flight in flights for factor in FACTORS)]
         return [*grid, (LARGEST_MULTIPLIER[0], max(flights))]
+
+    def _bound_grid(self, m: int, g: int) -> list[tuple[float, float]]:
+        """``_grid``, and where that has prices more of them for bounds alone: eager 1F1B and zb-v have about twice as
+        many microbatches in flight as there are groups."""
+        grid, most = self._grid(m, g), float(min(m, 2 * len(self._places[g]) - 1))
+        return grid if len(grid) == 1 else list(dict.fromkeys([*grid, *((factor, most) for factor in FACTORS)]))
 
     @staticmethod
     def _few(grid: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -534,6 +536,18 @@ class RegularSearch:
                     found[groups] += least_tied_seconds(search.graph, search.cluster, node, pieces, first, last)
             self._least_tied[g] = found
         return self._least_tied[g]
+
+    def _levels_for(self, waiting: _Waiting) -> list[int]:
+        """The levels of a case's tables: those whose bounds are the highest for some of its groups, and those next to
+        them."""
+        m, g, case = waiting.m, waiting.mesh, waiting.case
+        assert case is not None
+        grid, mesh = self._grid(m, g), self._bounds[m, g]
+        tabled = slice(len(grid))  # the prices behind are for bounds alone
+        mesh = replace(mesh, value=mesh.value[tabled], byte=mesh.byte[tabled], saved_byte=mesh.saved_byte[tabled])
+        near = {k for one in dual_levels(mesh, m, case) for k in (one - 1, one, one + 1) if 0 < k < len(grid)}
+        near |= set(range(len(grid) - 1, 0, -2))  # bounds do not know the bytes of a layer while it runs
+        return [self.tables.level(m, *grid[k]) for k in (0, *sorted(near), len(grid) - 1) if k < len(grid)]
 
     def _hiding_levels(self, m: int, g: int) -> list[int]:
         """The levels at which sums of whole gradients cost what of them cannot hide, and at which they cost nothing."""
