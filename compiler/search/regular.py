@@ -430,8 +430,8 @@ class RegularSearch:
     # ---- tables
 
     def _grid(self, m: int, g: int) -> list[tuple[float, float]]:
-        """The multipliers of a mesh's bounds and tables: many prices of a byte, where a saved byte counts once, for as
-        many microbatches as there are groups, or for about twice as many."""
+        """The multipliers of a mesh's tables: many prices of a byte, where a saved byte counts once or for as many
+        microbatches as there are groups."""
         if self.tables.fits_unconstrained(m) and (m, g) not in self._tight:
             return [NO_MULTIPLIER]
         return self._full_grid(m, g)
@@ -443,7 +443,7 @@ class RegularSearch:
         return [*grid, (LARGEST_MULTIPLIER[0], max(flights))]
 
     def _bound_grid(self, m: int, g: int) -> list[tuple[float, float]]:
-        """``_grid``, and where that has prices more of them for bounds alone: eager 1F1B and zb-v have about twice as
+        """``_grid`` and, where that has prices, more of them for bounds alone: eager 1F1B and zb-v have about twice as
         many microbatches in flight as there are groups."""
         grid, most = self._grid(m, g), float(min(m, 2 * len(self._places[g]) - 1))
         return grid if len(grid) == 1 else list(dict.fromkeys([*grid, *((factor, most) for factor in FACTORS)]))
