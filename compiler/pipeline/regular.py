@@ -177,14 +177,7 @@ class MeshTable:
             return None
         value, byte, saved_byte = self.work_levels
         pace = np.maximum(self.pace, value[0])
-        return replace(
-            self, pace=pace, value=value, byte=byte, saved_byte=saved_byte, work=None, work_levels=None
-        )  # fmt: skip
-
-    def least_work_of(self, m: int, flight: int) -> Floats:
-        """``least_work`` of a stage with so many microbatches in flight."""
-        least = np.maximum(self.least_work(m), m * self.least_seconds(flight))
-        return least if self.priced_work is None else np.maximum(least, m * self.priced_work.least_seconds(flight))
+        return replace(self, pace=pace, value=value, byte=byte, saved_byte=saved_byte, work=None, work_levels=None)
 
     def least_seconds(self, flight: int) -> Floats:
         """[L, L + 1] the least seconds per microbatch of a stage with so many in flight."""

@@ -28,7 +28,7 @@ bound, too, on the cuts that are tried (``regular_solver``, ``cutting_planes``).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from math import inf
 
 import numpy as np
@@ -137,14 +137,17 @@ def placed_bound(mesh: MeshTable, m: int, case: PipelineCase) -> float:
     """Seconds that no pipeline of a case with one chunk per group undercuts, whatever its cuts."""
     p, name, borders = case.groups, case.schedule, mesh.pace.shape[1]
     tied_s, nothing = float(mesh.tied(p)[p]), np.zeros(borders)
-    seconds, work = cache(mesh.least_seconds), cache(partial(mesh.least_work_of, m))
+    work, seconds = mesh.least_work(m), cache(mesh.least_seconds)
+    priced = None if mesh.priced_work is None else cache(mesh.priced_work.least_seconds)
     # of the stages from each border on: the way of a microbatch there and back; until the last backward of the first
     # of them; until all have ended their step
     way = back = whole = np.where(np.arange(borders) == borders - 1, 0.0, _NEVER)
     for k in reversed(range(p)):
         held = in_flight_formula(name, k, p, m)
         t = np.minimum(seconds(held), _NEVER)
-        own = np.minimum(work(held), _NEVER)
+        own = np.maximum(work, m * t)
+        if priced is not None:
+            own = np.maximum(own, m * np.minimum(priced(held), _NEVER))
         if name == PIPEDREAM:  # a step runs into the next
             whole = np.append(np.maximum(own, whole).min(axis=1), _NEVER)
             continue
