@@ -36,7 +36,7 @@ import numpy as np
 from .families import PIPEDREAM, in_flight_formula, is_split
 from .regular import MeshTable, PipelineCase, least_sums
 from .table import Floats
-from .waits import StageSeconds, wait_lines
+from .waits import StageSeconds, end_lines, wait_lines
 
 __all__ = ["case_bounds", "least_paths", "mesh_bound", "placed_bound"]
 
@@ -158,9 +158,13 @@ def placed_bound(mesh: MeshTable, m: int, case: PipelineCase) -> float:
         trip = np.where(t < _NEVER, np.minimum(mesh.trip, t), _NEVER) if is_split(name) else t
         entry = mesh.hop(k - 1, k)[0][:-1, None] if k else 0.0
         q = min(m, p - k) if is_split(name) else held
-        lines = wait_lines(name, m, q, k, StageSeconds(t, trip, mesh.forward, mesh.backward, entry, returned))
-        last = np.maximum.reduce([slope * (messages + way) + constant for slope, constant in lines])
-        own = np.maximum(own, last) + (tied_s if k in (0, p - 1) else 0.0)
+        of = StageSeconds(t, trip, mesh.forward, mesh.backward, entry, returned)
+        last, *ends = (
+            np.maximum.reduce([slope * (messages + way) + constant for slope, constant in lines])
+            for lines in (wait_lines(name, m, q, k, of), end_lines(name, m, q, of))
+            if lines
+        )
+        own = np.maximum.reduce([own, last, *ends]) + (tied_s if k in (0, p - 1) else 0.0)
         back_s = np.maximum(last, trip + messages + back) + (tied_s if k == 0 else 0.0)
         back = np.append(back_s.min(axis=1), _NEVER)
         whole = np.append(np.maximum(own, mesh.forward + ahead + whole).min(axis=1), _NEVER)

@@ -34,7 +34,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cutting_planes import least_makespan
-from .families import generate, in_flight_formula, is_split, virtual_order
+from .families import PIPEDREAM, generate, in_flight_formula, is_split, virtual_order
+from .path_cuts import CutCosts, cuts_by_paths
 from .recurrence import fill_share
 from .regular import MeshTable, Parts, PipelineCase, dual_levels, in_flight_by_chunk
 from .regular_bounds import placed_bound
@@ -89,12 +90,13 @@ def solve_case(mesh: MeshTable, m: int, case: PipelineCase) -> RegularAnswer:
 
 @dataclass(eq=False)
 class _Runs:
-    """Arrays [L, L + 1] of the runs of layers as one stage: the level, m · pace + step, W from there on; and of a mix
-    the level of the first layers and where they end (0: no mix)."""
+    """Arrays [L, L + 1] of the runs of layers as one stage: the level, m · pace + step, W from there on, the pace;
+    and of a mix the level of the first layers and where they end (0: no mix)."""
 
     level: NDArray[np.intp]
     head: Floats
     path: Floats
+    pace: Floats
     first: NDArray[np.intp] = field(init=False)
     cut: NDArray[np.intp] = field(init=False)
 
@@ -144,7 +146,7 @@ class _Solver:
             path = path + _TIE * seconds**2 / max(float(seconds.max()), 1e-30)
             level = path.argmin(axis=0)
             at = level[None]
-            runs = _Runs(level, np.take_along_axis(head, at, axis=0)[0], np.take_along_axis(path, at, axis=0)[0])
+            runs = _Runs(level, *(np.take_along_axis(one, at, axis=0)[0] for one in (head, path, seconds)))
             self._mix(runs, k, q, fits, rest)
             end = runs.path.argmin(axis=1)
             ends.append(end)
@@ -155,15 +157,23 @@ class _Solver:
         cuts = [0]
         for end in reversed(ends):
             cuts.append(int(end[cuts[-1]]))
-        even = _even([runs.head for runs in reversed(chosen)])
-        found = []
-        for one in dict.fromkeys((tuple(cuts), even or tuple(cuts))):
-            parts = [
-                runs.parts(*both, self._options_of(k))
-                for k, (runs, both) in enumerate(zip(chosen[::-1], pairwise(one)))
-            ]
-            found.append(self._pipeline(parts))
-        return RegularAnswer(tuple(found), low_s, tuple(self.mixes))
+        chosen.reverse()
+        even = _even([runs.head for runs in chosen])
+        one = tuple(cuts)
+        if p > 1 and self.case.schedule != PIPEDREAM:  # where stages may wait
+            one = cuts_by_paths(self.case.schedule, m, self._cut_costs(chosen), [one, even or one])
+        parts = [runs.parts(*both, self._options_of(k)) for k, (runs, both) in enumerate(zip(chosen, pairwise(one)))]
+        return RegularAnswer((self._pipeline(parts),), low_s, tuple(self.mixes))
+
+    def _cut_costs(self, chosen: Sequence[_Runs]) -> CutCosts:
+        """The seconds of the runs that each group has."""
+        p, mesh = self.case.groups, self.mesh
+        possible = np.isfinite([runs.head for runs in chosen])
+        pace = np.where(possible, [runs.pace for runs in chosen], inf)
+        step = np.where(possible, [runs.head - self.m * runs.pace for runs in chosen], inf)
+        hops = np.reshape([mesh.hop(k, k + 1) for k in range(p - 1)], (p - 1, 2, -1))
+        end = np.where((np.arange(p) == 0) | (np.arange(p) == p - 1), float(mesh.tied(p)[p]), 0.0)
+        return CutCosts(pace, step, hops[:, 0], hops[:, 1], end)
 
     @cached_property
     def _levels(self) -> list[int]:
@@ -214,6 +224,7 @@ class _Solver:
             better = path < runs.path[i, j]
             at = i[better], j[better]
             runs.head[at], runs.path[at], runs.cut[at], runs.first[at] = head[better], path[better], cut[better], level
+            runs.pace[at] = t[better]
 
     # -- several chunks per group
 

@@ -28,7 +28,7 @@ import numpy as np
 from .families import is_split
 from .table import Floats
 
-__all__ = ["StageSeconds", "wait_lines"]
+__all__ = ["StageSeconds", "end_lines", "wait_lines"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,3 +71,11 @@ def wait_lines(schedule: str, m: int, q: int, ahead: int, of: StageSeconds) -> l
     if split:
         lines.append((0.0, m * trip + max(0, m - 1 - ahead) * (t - trip)))
     return lines
+
+
+def end_lines(schedule: str, m: int, q: int, of: StageSeconds) -> list[tuple[float, Floats]]:
+    """The lines of a stage to the end of its last action, where a W follows its last backward."""
+    if not is_split(schedule):
+        return []
+    turns = (m - q + 1) * of.t
+    return [(1.0, turns + (q - 1) * of.backward), *([(2.0, turns)] if m > q else ())]

@@ -1,0 +1,123 @@
+"""Cuts into stages of one chunk each, by the paths through their schedule.
+
+The actions and messages of a *path* follow on each other, so that a step takes at least n · x, with x the seconds of
+the stages' actions, of their messages and of their ends of a step, and n how often each of them is on the path. That is
+so whatever the cuts, which x depends on. Cuts are sought whose longest path is the least of those paths that are known:
+runs of neighbouring borders are moved by a layer, as long as that helps. Then the schedule is played. Either it takes
+as long as is said, or its longest path is a new one, and the search goes on (as the rounds of ``cutting_planes``).
+
+Cuts found so let stages wait less, where messages are slow: there they hold few layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from math import inf
+
+import numpy as np
+
+from .families import generate, is_split
+from .simulate import longest_path
+from .table import Floats, Ints
+
+__all__ = ["CutCosts", "cuts_by_paths"]
+
+_PLAYS = 40  # times that a schedule is played
+_IN_VAIN = 12  # of these after the best one
+_WORTH = 1e-4  # of the seconds: what counts as better
+_PERIODS = 4  # microbatches per stage of the schedule that is played
+_PHASE = 1 / 3  # of a stage's seconds: F, I or W
+
+
+@dataclass(frozen=True, eq=False)
+class CutCosts:
+    """Seconds of stages: pace and step [stages, L, L + 1] per microbatch and at the end of a step, inf where a stage
+    cannot hold these layers; ahead and back [stages − 1, L + 1] of the messages across each border; end [stages] at
+    the end of a step beside."""
+
+    pace: Floats
+    step: Floats
+    ahead: Floats
+    back: Floats
+    end: Floats
+
+    def of(self, cuts: Ints) -> Floats:
+        """[choices, seconds] of these cuts [choices, stages + 1]: paces, messages ahead, messages back, ends."""
+        stage, first, end, borders = np.arange(len(self.end)), cuts[:, :-1], cuts[:, 1:], cuts[:, 1:-1]
+        return np.concatenate(
+            [
+                self.pace[stage, first, end],
+                self.ahead[stage[:-1], borders],
+                self.back[stage[:-1], borders],
+                self.step[stage, first, end] + self.end,
+            ],
+            axis=1,
+        )
+
+
+def cuts_by_paths(schedule: str, m: int, costs: CutCosts, starts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The cuts of the least seconds that were found, from the best of ``starts`` on."""
+    best, best_s, stages = tuple(starts[0]), inf, len(costs.end)
+    each = np.eye(stages)
+    paths = list(np.concatenate([m * each, np.zeros((stages, 2 * stages - 2)), each], axis=1))  # a stage's own work
+    waiting, in_vain = [tuple(one) for one in starts], 0
+    played = set[tuple[int, ...]]()
+    for _ in range(_PLAYS):
+        if not waiting:
+            descended, least_s = _descended(costs, best, np.stack(paths, axis=1))
+            if descended in played or in_vain >= _IN_VAIN or least_s >= best_s * (1 - _WORTH):
+                break
+            waiting.append(descended)
+        cuts = waiting.pop()
+        played.add(cuts)
+        seconds = costs.of(np.array([cuts]))[0]
+        path = _longest_path(schedule, m, seconds, stages)
+        paths.append(path)
+        step_s = float((np.array(paths) @ seconds).max())
+        in_vain = 0 if step_s < best_s * (1 - _WORTH) else in_vain + 1
+        if step_s < best_s:
+            best, best_s = cuts, step_s
+    return best
+
+
+def _longest_path(schedule: str, m: int, seconds: Floats, stages: int) -> Floats:
+    """How often each of these seconds is on the longest path of a step. What a long step adds to one of fewer
+    microbatches is that by which two of those differ."""
+
+    def played(count: int) -> Floats:
+        pace, ahead, back, end = np.split(seconds, np.cumsum([stages, stages - 1, stages - 1]))
+        shares = {"F": _PHASE, "I": _PHASE, "W": _PHASE} if is_split(schedule) else {"F": _PHASE, "B": 1 - _PHASE}
+        by_kind = dict.fromkeys("FBIW", [0.0] * stages)
+        by_kind |= {kind: (share * pace).tolist() for kind, share in shares.items()}
+        edges = list(pairwise(range(stages)))
+        path = longest_path(
+            generate(schedule, stages, count), by_kind, dict(zip(edges, ahead)), dict(zip(edges, back)), end.tolist()
+        )
+        paces = [sum(share * path[kind, stage] for kind, share in shares.items()) for stage in range(stages)]
+        messages = [path[way, edge] for way in ("forward", "backward") for edge in edges]
+        return np.array([*paces, *messages, *(path["end", stage] for stage in range(stages))], dtype=np.float64)
+
+    short = _PERIODS * stages + m % stages
+    if m <= short + stages:
+        return played(m)
+    first = played(short)
+    return first + (played(short + stages) - first) * ((m - short) / stages)
+
+
+def _descended(costs: CutCosts, cuts: Sequence[int], paths: Floats) -> tuple[tuple[int, ...], float]:
+    """Cuts from which no move of neighbouring borders by a layer makes the longest of these paths shorter, and that."""
+    now, at = np.array(cuts), np.arange(len(cuts))
+    now_s = float((costs.of(now[None]) @ paths).max())
+    ranges = combinations(range(1, len(now)), 2)
+    moves = np.array([sign * ((first <= at) & (at < end)) for first, end in ranges for sign in (-1, 1)])
+    while True:
+        moved = now + moves
+        moved = moved[(np.diff(moved, axis=1) > 0).all(axis=1)]
+        seconds = costs.of(moved)
+        possible = np.isfinite(seconds).all(axis=1)
+        moved, seconds = moved[possible], (seconds[possible] @ paths).max(axis=1)
+        if not len(moved) or not seconds.min() < now_s * (1 - _WORTH):
+            return tuple(now.tolist()), now_s
+        now, now_s = moved[seconds.argmin()], float(seconds.min())
