@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import pairwise
 from math import inf
 
 import numpy as np
@@ -27,6 +27,7 @@ __all__ = ["CutCosts", "cuts_by_paths"]
 _PLAYS = 40  # times that a schedule is played
 _IN_VAIN = 12  # of these after the best one
 _WORTH = 1e-4  # of the seconds: what counts as better
+_TIE = 1e-9  # of the seconds: what rounding may be
 _PERIODS = 4  # microbatches per stage of the schedule that is played
 _PHASE = 1 / 3  # of a stage's seconds: F, I or W
 
@@ -57,17 +58,21 @@ class CutCosts:
         )
 
 
-def cuts_by_paths(schedule: str, m: int, costs: CutCosts, starts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The cuts of the least seconds that were found, from the best of ``starts`` on."""
-    best, best_s, stages = tuple(starts[0]), inf, len(costs.end)
+def cuts_by_paths(
+    schedule: str, m: int, costs: CutCosts, starts: Sequence[Sequence[int]], most_s: float = inf
+) -> tuple[int, ...]:
+    """The cuts of the least seconds that were found, from the best of ``starts`` on, while there may be such of less
+    than ``most_s``."""
+    cuts = best = tuple(starts[0])
+    best_s, stages = inf, len(costs.end)
     each = np.eye(stages)
     paths = list(np.concatenate([m * each, np.zeros((stages, 2 * stages - 2)), each], axis=1))  # a stage's own work
     waiting, in_vain = [tuple(one) for one in starts], 0
     played = set[tuple[int, ...]]()
     for _ in range(_PLAYS):
         if not waiting:
-            descended, least_s = _descended(costs, best, np.stack(paths, axis=1))
-            if descended in played or in_vain >= _IN_VAIN or least_s >= best_s * (1 - _WORTH):
+            descended, least_s = _descended(costs, cuts, np.stack(paths, axis=1))
+            if descended in played or in_vain >= _IN_VAIN or least_s >= min(most_s, best_s * (1 - _WORTH)):
                 break
             waiting.append(descended)
         cuts = waiting.pop()
@@ -108,16 +113,43 @@ def _longest_path(schedule: str, m: int, seconds: Floats, stages: int) -> Floats
 
 def _descended(costs: CutCosts, cuts: Sequence[int], paths: Floats) -> tuple[tuple[int, ...], float]:
     """Cuts from which no move of neighbouring borders by a layer makes the longest of these paths shorter, and that."""
-    now, at = np.array(cuts), np.arange(len(cuts))
+    now = np.array(cuts)
     now_s = float((costs.of(now[None]) @ paths).max())
-    ranges = combinations(range(1, len(now)), 2)
-    moves = np.array([sign * ((first <= at) & (at < end)) for first, end in ranges for sign in (-1, 1)])
     while True:
-        moved = now + moves
-        moved = moved[(np.diff(moved, axis=1) > 0).all(axis=1)]
-        seconds = costs.of(moved)
-        possible = np.isfinite(seconds).all(axis=1)
-        moved, seconds = moved[possible], (seconds[possible] @ paths).max(axis=1)
-        if not len(moved) or not seconds.min() < now_s * (1 - _WORTH):
+        least_s, sign, first, end = min(_least_move(costs, now, paths, sign) for sign in (-1, 1))
+        if not least_s < now_s * (1 - _TIE):
             return tuple(now.tolist()), now_s
-        now, now_s = moved[seconds.argmin()], float(seconds.min())
+        now[first:end] += sign
+        now_s = least_s
+
+
+def _least_move(costs: CutCosts, cuts: Ints, paths: Floats, sign: int) -> tuple[float, int, int, int]:
+    """(seconds, sign, first, end): the longest path after the best move of borders [first, end) by a layer, up or down.
+
+    A move of borders i + 1 to j changes the end of stage i, the beginning of stage j, and both of all between, whose
+    sums are differences of two sums from the first stage on."""
+    stage, layers = np.arange(len(costs.end)), costs.pace.shape[1]
+    first, end, borders = cuts[:-1], cuts[1:], cuts[1:-1]
+    on_pace, on_ahead, on_back, on_end = np.split(paths, np.cumsum([len(stage), len(borders), len(borders)]))
+
+    def changed(i: Ints, j: Ints) -> tuple[Floats, Ints]:
+        """[stages, paths] what stages with layers [i, j) add, and where they cannot be."""
+        there = np.clip(i, 0, layers - 1), np.clip(j, 0, layers)
+        now, then = ((stage, first, end), (stage, *there))
+        possible = (i >= 0) & (i < j) & (j <= layers) & np.isfinite(costs.pace[then])
+        pace, step = (np.where(possible, some[then] - some[now], 0.0)[:, None] for some in (costs.pace, costs.step))
+        return pace * on_pace + step * on_end, (~possible).astype(np.intp)
+
+    (ended, no_end), (moved, no_move), (begun, no_begin) = (
+        changed(first + i * sign, end + j * sign) for i, j in ((0, 1), (1, 1), (1, 0))
+    )
+    ahead, back = (some[stage[:-1], borders + sign] - some[stage[:-1], borders] for some in (costs.ahead, costs.back))
+    until = np.concatenate([0 * moved[:1], np.cumsum(moved, axis=0)])
+    none_until = np.concatenate([[0], np.cumsum(no_move)])
+    sent = np.cumsum(np.concatenate([0 * moved[:1], ahead[:, None] * on_ahead + back[:, None] * on_back]), axis=0)
+    i, j = np.triu_indices(len(stage), 1)
+    seconds = (costs.of(cuts[None]) @ paths) + ended[i] + until[j] - until[i + 1] + begun[j] + sent[j] - sent[i]
+    possible = no_end[i] + none_until[j] - none_until[i + 1] + no_begin[j] == 0
+    longest = np.where(possible, seconds.max(axis=1), inf)
+    least = int(longest.argmin())
+    return float(longest[least]), sign, int(i[least]) + 1, int(j[least]) + 1

@@ -82,10 +82,11 @@ def played_bound(mesh: MeshTable, m: int, case: PipelineCase, cuts: Sequence[int
     return bound_s if bound_s >= enough_s else max(bound_s, solver.played(cuts, enough_s))
 
 
-def solve_case(mesh: MeshTable, m: int, case: PipelineCase) -> RegularAnswer:
-    """The best pipeline of a case by the estimates of its table, and a bound on the cuts that were looked at."""
+def solve_case(mesh: MeshTable, m: int, case: PipelineCase, most_s: float = inf) -> RegularAnswer:
+    """The best pipeline of a case by the estimates of its table, and a bound on the cuts that were looked at. most_s:
+    seconds from which on it does not matter which one."""
     solver = _Solver(mesh, m, case)
-    return solver.single() if case.chunks == 1 else solver.chunked()
+    return solver.single(most_s) if case.chunks == 1 else solver.chunked()
 
 
 @dataclass(eq=False)
@@ -125,7 +126,7 @@ class _Solver:
 
     # -- one chunk per group
 
-    def single(self) -> RegularAnswer:
+    def single(self, most_s: float) -> RegularAnswer:
         """The cuts and levels of least W, and the least W on lower bounds."""
         p, m, mesh, table = self.case.groups, self.m, self.mesh, self.mesh.table
         layers = table.num_layers
@@ -161,7 +162,7 @@ class _Solver:
         even = _even([runs.head for runs in chosen])
         one = tuple(cuts)
         if p > 1 and self.case.schedule != PIPEDREAM:  # where stages may wait
-            one = cuts_by_paths(self.case.schedule, m, self._cut_costs(chosen), [one, even or one])
+            one = cuts_by_paths(self.case.schedule, m, self._cut_costs(chosen), [one, even or one], most_s)
         parts = [runs.parts(*both, self._options_of(k)) for k, (runs, both) in enumerate(zip(chosen, pairwise(one)))]
         return RegularAnswer((self._pipeline(parts),), low_s, tuple(self.mixes))
 

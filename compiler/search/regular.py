@@ -207,7 +207,7 @@ class RegularSearch:
                     self._number += 1
                     heappush(queue, _Waiting(max(bound_s, first.bound_s), self._number, first.m, first.mesh, case))
             else:
-                candidates = self._solve(first)
+                candidates = self._solve(first, best_s)
                 clocks += [one.clock_s for one in candidates]
                 if not candidates and self._tighten(first.m, first.mesh):
                     self._solved.remove(first)
@@ -248,11 +248,11 @@ class RegularSearch:
                 low = middle + 1
         return shared[low - 1] + 1 if low else 0
 
-    def _solve(self, waiting: _Waiting) -> list[Candidate]:
-        """The pipelines of a case."""
+    def _solve(self, waiting: _Waiting, best_s: float = inf) -> list[Candidate]:
+        """The pipelines of a case. best_s: seconds of the best one before."""
         assert waiting.case is not None
         self._solved.append(waiting)
-        answer, found = self._answer(waiting, self._levels_for(waiting))
+        answer, found = self._answer(waiting, self._levels_for(waiting), best_s)
         if self._may_hide(waiting, found):
             _, others = self._answer(waiting, self._hiding_levels(waiting.m, waiting.mesh))
             found += [replace(one, hidden_s=0.0) for one in others]
@@ -263,11 +263,13 @@ class RegularSearch:
             heappush(self._solved_bounds, _SolvedBound(bound_s, len(self._solved_bounds), waiting, answer.divisions))
         return found
 
-    def _answer(self, waiting: _Waiting, levels: Sequence[int]) -> tuple[RegularAnswer, list[Candidate]]:
+    def _answer(
+        self, waiting: _Waiting, levels: Sequence[int], best_s: float = inf
+    ) -> tuple[RegularAnswer, list[Candidate]]:
         """The best pipelines of a case by its tables at these levels."""
         assert waiting.case is not None
         mesh, pairs = self._table(waiting, levels)
-        answer = solve_case(mesh, waiting.m, waiting.case)
+        answer = solve_case(mesh, waiting.m, waiting.case, best_s * CLOCK_TOLERANCE)
         table = mesh.table.with_mixes(answer.mixes, mesh.actions_s or 0.0)
         found = [
             self.tables.candidate(waiting.m, waiting.case.schedule, one, pairs, table, answer.mixes)

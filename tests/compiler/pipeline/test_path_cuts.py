@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from math import inf
 
 import numpy as np
 import pytest
+from meshwright.compiler.pipeline import path_cuts
 from meshwright.compiler.pipeline.families import generate, is_split
-from meshwright.compiler.pipeline.path_cuts import CutCosts, cuts_by_paths
+from meshwright.compiler.pipeline.path_cuts import CutCosts, _least_move, cuts_by_paths
 from meshwright.compiler.pipeline.simulate import simulate
 
 SCHEDULES = ["gpipe", "1f1b", "eager-1f1b", "zb-h1"]
@@ -87,3 +88,43 @@ def test_a_long_step_is_played_by_a_few_microbatches_and_what_more_add():
     every = [(0, *some, layers) for some in combinations(range(1, layers), stages - 1)]
     found = cuts_by_paths("1f1b", 300, costs, every[:1])
     assert step_s("1f1b", 300, costs, found) <= 1.01 * min(step_s("1f1b", 300, costs, cuts) for cuts in every)
+
+
+def test_the_best_move_is_the_best_of_all_moves():
+    rng, moved = np.random.default_rng(0), 0
+    for _ in range(200):
+        stages, layers = int(rng.integers(2, 6)), int(rng.integers(7, 12))
+        length = np.arange(layers + 1) - np.arange(layers)[:, None]
+        pace = np.where((length > 0) & (rng.random((stages, layers, layers + 1)) > 0.1), 1.0, inf)
+        pace, step = pace * rng.random(pace.shape), np.where(pace < inf, 1.0, inf) * rng.random(pace.shape)
+        ahead, back = rng.random((2, stages - 1, layers + 1))
+        costs = CutCosts(pace, step, ahead, back, rng.random(stages))
+        cuts = np.array([0, *sorted(rng.choice(np.arange(1, layers), stages - 1, replace=False)), layers])
+        if not np.isfinite(costs.of(cuts[None])).all():
+            continue
+        paths = rng.integers(0, 5, (4 * stages - 2, 7)).astype(float)
+        every = {}
+        for sign, (first, end) in product((-1, 1), combinations(range(1, stages + 1), 2)):
+            other = cuts.copy()
+            other[first:end] += sign
+            seconds = costs.of(other[None]) if (np.diff(other) > 0).all() else np.full((1, len(paths)), inf)
+            if np.isfinite(seconds).all():
+                every[sign, first, end] = float((seconds @ paths).max())
+        found_s, *found = min(_least_move(costs, cuts, paths, sign) for sign in (-1, 1))
+        assert found_s == pytest.approx(min(every.values(), default=inf))
+        assert not every or every[tuple(found)] == pytest.approx(found_s)
+        moved += bool(every)
+    assert moved >= 50
+
+
+def test_what_cannot_be_fast_enough_is_not_sought(monkeypatch):
+    played = []
+    play = path_cuts._longest_path
+    monkeypatch.setattr(path_cuts, "_longest_path", lambda *one: played.append(one) or play(*one))
+    costs, m = drawn(3)
+    stages, layers = costs.pace.shape[:2]
+    start = next(iter((0, *some, layers) for some in combinations(range(1, layers), stages - 1)))
+    cuts_by_paths("1f1b", m, costs, [start])
+    few = len(played)
+    assert cuts_by_paths("1f1b", m, costs, [start], most_s=1e-9) == start
+    assert len(played) - few == 1 < few

@@ -63,8 +63,8 @@ def solved_cases(search: RegularSearch) -> list[tuple[float, float, PipelineCase
     """(bound, clock, case) of every pipeline that the search finds on its way to the best 30."""
     solve, seen = search._solve, []
 
-    def noted(waiting):
-        found = solve(waiting)
+    def noted(waiting, *more):
+        found = solve(waiting, *more)
         seen.extend((waiting.bound_s, one.clock_s, waiting.case) for one in found)
         return found
 
