@@ -58,33 +58,26 @@ class CutCosts:
         )
 
 
-def cuts_by_paths(
-    schedule: str, m: int, costs: CutCosts, starts: Sequence[Sequence[int]], most_s: float = inf
-) -> tuple[int, ...]:
-    """The cuts of the least seconds that were found, from the best of ``starts`` on, while there may be such of less
-    than ``most_s``."""
-    cuts = best = tuple(starts[0])
-    best_s, stages = inf, len(costs.end)
+def cuts_by_paths(schedule: str, m: int, costs: CutCosts, start: Sequence[int], most_s: float = inf) -> Sequence[int]:
+    """The cuts of the least seconds that were found from ``start`` on, while there may be such of less than
+    ``most_s``."""
+    cuts = best = tuple(start)
+    best_s, in_vain, stages = inf, 0, len(costs.end)
     each = np.eye(stages)
-    paths = list(np.concatenate([m * each, np.zeros((stages, 2 * stages - 2)), each], axis=1))  # a stage's own work
-    waiting, in_vain = [tuple(one) for one in starts], 0
+    paths = np.concatenate([m * each, np.zeros((2 * stages - 2, stages)), each])  # each stage's own work
     played = set[tuple[int, ...]]()
     for _ in range(_PLAYS):
-        if not waiting:
-            descended, least_s = _descended(costs, cuts, np.stack(paths, axis=1))
-            if descended in played or in_vain >= _IN_VAIN or least_s >= min(most_s, best_s * (1 - _WORTH)):
-                break
-            waiting.append(descended)
-        cuts = waiting.pop()
         played.add(cuts)
         seconds = costs.of(np.array([cuts]))[0]
-        path = _longest_path(schedule, m, seconds, stages)
-        paths.append(path)
-        step_s = float((np.array(paths) @ seconds).max())
+        paths = np.concatenate([paths, _longest_path(schedule, m, seconds, stages)[:, None]], axis=1)
+        step_s = float((seconds @ paths).max())
         in_vain = 0 if step_s < best_s * (1 - _WORTH) else in_vain + 1
         if step_s < best_s:
             best, best_s = cuts, step_s
-    return best
+        cuts, least_s = _descended(costs, cuts, paths)
+        if cuts in played or in_vain >= _IN_VAIN or least_s >= min(most_s, best_s * (1 - _WORTH)):
+            break
+    return list(best)
 
 
 def _longest_path(schedule: str, m: int, seconds: Floats, stages: int) -> Floats:

@@ -1,11 +1,11 @@
 """The best regular pipeline of a case by the costs of its mesh (``regular``), and a bound on the cuts that are tried.
 
-Cuts. With one chunk per group the cuts and the level of every stage are those of least W (``stage_dp``), by a dynamic
-program over stages and layers that knows the memory of each stage exactly::
+Cuts. With one chunk per group the level of every run of layers as a stage is that of least W (``stage_dp``), by a
+dynamic program over stages and layers that knows the memory of each stage exactly::
 
     W(k, i) = min over j, levels that fit of  max(m t + σ, φ t + x + W(k + 1, j))         φ: ``fill_share``
 
-and those of the most even division, where that is another.
+W knows no waits. So from its cuts on better ones are sought, by the paths through the schedule (``path_cuts``).
 
 A stage whose faster level does not fit would leave the bytes empty that the next level spares. So it may be a *mix*:
 its first layers at the faster level, as many as there is room for, the others at the level that fits.
@@ -127,7 +127,7 @@ class _Solver:
     # -- one chunk per group
 
     def single(self, most_s: float) -> RegularAnswer:
-        """The cuts and levels of least W, and the least W on lower bounds."""
+        """The pipeline of the cuts that were found, from those of least W on, and a bound on all cuts."""
         p, m, mesh, table = self.case.groups, self.m, self.mesh, self.mesh.table
         layers = table.num_layers
         low_s = placed_bound(mesh, m, self.case)
@@ -159,11 +159,9 @@ class _Solver:
         for end in reversed(ends):
             cuts.append(int(end[cuts[-1]]))
         chosen.reverse()
-        even = _even([runs.head for runs in chosen])
-        one = tuple(cuts)
         if p > 1 and self.case.schedule != PIPEDREAM:  # where stages may wait
-            one = cuts_by_paths(self.case.schedule, m, self._cut_costs(chosen), [one, even or one], most_s)
-        parts = [runs.parts(*both, self._options_of(k)) for k, (runs, both) in enumerate(zip(chosen, pairwise(one)))]
+            cuts = cuts_by_paths(self.case.schedule, m, self._cut_costs(chosen), cuts, most_s)
+        parts = [runs.parts(*both, self._options_of(k)) for k, (runs, both) in enumerate(zip(chosen, pairwise(cuts)))]
         return RegularAnswer((self._pipeline(parts),), low_s, tuple(self.mixes))
 
     def _cut_costs(self, chosen: Sequence[_Runs]) -> CutCosts:

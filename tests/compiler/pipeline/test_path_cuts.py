@@ -57,9 +57,9 @@ def test_cuts_by_paths_are_nearly_the_best_of_all(schedule):
         least = min(seconds.values())
         if not least < inf:
             continue
-        starts = [cuts for cuts in every if seconds[cuts] < inf][:: max(1, len(every) // 2)]
-        found = cuts_by_paths(schedule, m, costs, starts)
-        assert seconds[found] <= min(seconds[cuts] for cuts in starts) * (1 + 1e-9)
+        start = next(cuts for cuts in every[len(every) // 2 :] + every if seconds[cuts] < inf)
+        found = tuple(cuts_by_paths(schedule, m, costs, start))
+        assert seconds[found] <= seconds[start] * (1 + 1e-9)
         ratios.append(seconds[found] / least)
     assert len(ratios) >= 50
     assert float(np.median(ratios)) == pytest.approx(1.0, abs=1e-9)
@@ -76,7 +76,7 @@ def test_stages_beside_a_slow_message_hold_few_layers(schedule):
         pace, 0.0 * np.where(length > 0, 1.0, 0.0) + np.zeros_like(pace), message, message, np.zeros(stages)
     )
     even = (0, 6, 12, 18, 24)
-    found = cuts_by_paths(schedule, 64, costs, [even])
+    found = tuple(cuts_by_paths(schedule, 64, costs, even))
     first, second, third, last = (end - begin for begin, end in pairwise(found))
     assert max(second, third) < min(first, last)
     assert step_s(schedule, 64, costs, found) < 0.95 * step_s(schedule, 64, costs, even)
@@ -86,7 +86,7 @@ def test_a_long_step_is_played_by_a_few_microbatches_and_what_more_add():
     costs, _ = drawn(3)
     stages, layers = costs.pace.shape[:2]
     every = [(0, *some, layers) for some in combinations(range(1, layers), stages - 1)]
-    found = cuts_by_paths("1f1b", 300, costs, every[:1])
+    found = tuple(cuts_by_paths("1f1b", 300, costs, every[0]))
     assert step_s("1f1b", 300, costs, found) <= 1.01 * min(step_s("1f1b", 300, costs, cuts) for cuts in every)
 
 
@@ -124,7 +124,7 @@ def test_what_cannot_be_fast_enough_is_not_sought(monkeypatch):
     costs, m = drawn(3)
     stages, layers = costs.pace.shape[:2]
     start = next(iter((0, *some, layers) for some in combinations(range(1, layers), stages - 1)))
-    cuts_by_paths("1f1b", m, costs, [start])
+    cuts_by_paths("1f1b", m, costs, start)
     few = len(played)
-    assert cuts_by_paths("1f1b", m, costs, [start], most_s=1e-9) == start
+    assert cuts_by_paths("1f1b", m, costs, start, most_s=1e-9) == list(start)
     assert len(played) - few == 1 < few
