@@ -58,7 +58,7 @@ class CutCosts:
         )
 
 
-def cuts_by_paths(schedule: str, m: int, costs: CutCosts, start: Sequence[int], most_s: float = inf) -> Sequence[int]:
+def cuts_by_paths(schedule: str, m: int, costs: CutCosts, start: Sequence[int], most_s: float = inf) -> list[int]:
     """The cuts of the least seconds that were found from ``start`` on, while there may be such of less than
     ``most_s``."""
     cuts = best = tuple(start)
