@@ -20,7 +20,7 @@ import numpy as np
 
 from .families import generate, is_split
 from .simulate import longest_path
-from .table import Floats, Ints
+from .table import PHASE_SHARE, Floats, Ints
 
 __all__ = ["CutCosts", "cuts_by_paths"]
 
@@ -29,7 +29,6 @@ _IN_VAIN = 12  # of these after the best one
 _WORTH = 1e-4  # of the seconds: what counts as better
 _TIE = 1e-9  # of the seconds: what rounding may be
 _PERIODS = 4  # microbatches per stage of the schedule that is played
-_PHASE = 1 / 3  # of a stage's seconds: F, I or W
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,17 +44,10 @@ class CutCosts:
     end: Floats
 
     def of(self, cuts: Ints) -> Floats:
-        """[choices, seconds] of these cuts [choices, stages + 1]: paces, messages ahead, messages back, ends."""
-        stage, first, end, borders = np.arange(len(self.end)), cuts[:, :-1], cuts[:, 1:], cuts[:, 1:-1]
-        return np.concatenate(
-            [
-                self.pace[stage, first, end],
-                self.ahead[stage[:-1], borders],
-                self.back[stage[:-1], borders],
-                self.step[stage, first, end] + self.end,
-            ],
-            axis=1,
-        )
+        """The seconds under these cuts [stages + 1]: paces, messages ahead, messages back, ends."""
+        stage, first, end, borders = np.arange(len(self.end)), cuts[:-1], cuts[1:], cuts[1:-1]
+        messages = self.ahead[stage[:-1], borders], self.back[stage[:-1], borders]
+        return np.concatenate([self.pace[stage, first, end], *messages, self.step[stage, first, end] + self.end])
 
 
 def cuts_by_paths(schedule: str, m: int, costs: CutCosts, start: Sequence[int], most_s: float = inf) -> list[int]:
@@ -68,7 +60,7 @@ def cuts_by_paths(schedule: str, m: int, costs: CutCosts, start: Sequence[int], 
     played = set[tuple[int, ...]]()
     for _ in range(_PLAYS):
         played.add(cuts)
-        seconds = costs.of(np.array([cuts]))[0]
+        seconds = costs.of(np.array(cuts))
         paths = np.concatenate([paths, _longest_path(schedule, m, seconds, stages)[:, None]], axis=1)
         step_s = float((seconds @ paths).max())
         in_vain = 0 if step_s < best_s * (1 - _WORTH) else in_vain + 1
@@ -86,7 +78,7 @@ def _longest_path(schedule: str, m: int, seconds: Floats, stages: int) -> Floats
 
     def played(count: int) -> Floats:
         pace, ahead, back, end = np.split(seconds, np.cumsum([stages, stages - 1, stages - 1]))
-        shares = {"F": _PHASE, "I": _PHASE, "W": _PHASE} if is_split(schedule) else {"F": _PHASE, "B": 1 - _PHASE}
+        shares = dict.fromkeys("FIW", PHASE_SHARE) if is_split(schedule) else {"F": PHASE_SHARE, "B": 1 - PHASE_SHARE}
         by_kind = dict.fromkeys("FBIW", [0.0] * stages)
         by_kind |= {kind: (share * pace).tolist() for kind, share in shares.items()}
         edges = list(pairwise(range(stages)))
@@ -107,7 +99,7 @@ def _longest_path(schedule: str, m: int, seconds: Floats, stages: int) -> Floats
 def _descended(costs: CutCosts, cuts: Sequence[int], paths: Floats) -> tuple[tuple[int, ...], float]:
     """Cuts from which no move of neighbouring borders by a layer makes the longest of these paths shorter, and that."""
     now = np.array(cuts)
-    now_s = float((costs.of(now[None]) @ paths).max())
+    now_s = float((costs.of(now) @ paths).max())
     while True:
         least_s, sign, first, end = min(_least_move(costs, now, paths, sign) for sign in (-1, 1))
         if not least_s < now_s * (1 - _TIE):
@@ -141,7 +133,7 @@ def _least_move(costs: CutCosts, cuts: Ints, paths: Floats, sign: int) -> tuple[
     none_until = np.concatenate([[0], np.cumsum(no_move)])
     sent = np.cumsum(np.concatenate([0 * moved[:1], ahead[:, None] * on_ahead + back[:, None] * on_back]), axis=0)
     i, j = np.triu_indices(len(stage), 1)
-    seconds = (costs.of(cuts[None]) @ paths) + ended[i] + until[j] - until[i + 1] + begun[j] + sent[j] - sent[i]
+    seconds = costs.of(cuts) @ paths + ended[i] + until[j] - until[i + 1] + begun[j] + sent[j] - sent[i]
     possible = no_end[i] + none_until[j] - none_until[i + 1] + no_begin[j] == 0
     longest = np.where(possible, seconds.max(axis=1), inf)
     least = int(longest.argmin())

@@ -158,12 +158,9 @@ def placed_bound(mesh: MeshTable, m: int, case: PipelineCase) -> float:
         trip = np.where(t < _NEVER, np.minimum(mesh.trip, t), _NEVER) if is_split(name) else t
         entry = mesh.hop(k - 1, k)[0][:-1, None] if k else 0.0
         q = min(m, p - k) if is_split(name) else held
-        of = StageSeconds(t, trip, mesh.forward, mesh.backward, entry, returned)
-        last, *ends = (
-            np.maximum.reduce([slope * (messages + way) + constant for slope, constant in lines])
-            for lines in (wait_lines(name, m, q, k, of), end_lines(name, m, q, of))
-            if lines
-        )
+        of, behind = StageSeconds(t, trip, mesh.forward, mesh.backward, entry, returned), messages + way
+        last = np.maximum.reduce([slope * behind + constant for slope, constant in wait_lines(name, m, q, k, of)])
+        ends = [slope * behind + constant for slope, constant in end_lines(name, m, q, of)]
         own = np.maximum.reduce([own, last, *ends]) + (tied_s if k in (0, p - 1) else 0.0)
         back_s = np.maximum(last, trip + messages + back) + (tied_s if k == 0 else 0.0)
         back = np.append(back_s.min(axis=1), _NEVER)

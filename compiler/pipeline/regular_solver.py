@@ -39,7 +39,7 @@ from .path_cuts import CutCosts, cuts_by_paths
 from .recurrence import fill_share
 from .regular import MeshTable, Parts, PipelineCase, dual_levels, in_flight_by_chunk
 from .regular_bounds import placed_bound
-from .table import Floats, Mix, Pipeline, StageChoice
+from .table import PHASE_SHARE, Floats, Mix, Pipeline, StageChoice
 
 __all__ = ["RegularAnswer", "close_bound", "divisions_of", "played_bound", "solve_case"]
 
@@ -122,7 +122,7 @@ class _Solver:
     @cached_property
     def _fill(self) -> float:
         """The share of a stage's seconds that its messages wait for, a third of them forward."""
-        return float(fill_share(self.case.schedule, 1 / 3, 1 / 3))
+        return float(fill_share(self.case.schedule, PHASE_SHARE, PHASE_SHARE))
 
     # -- one chunk per group
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from .families import virtual_order
 
 __all__ = [
+    "PHASE_SHARE",
     "InfeasiblePipeline",
     "LagrangianBound",
     "LowerBounds",
@@ -33,7 +34,7 @@ __all__ = [
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
 
-_SHARE = 1.0 / 3.0
+PHASE_SHARE = 1.0 / 3.0  # of a pace: forward, backward of inputs, backward of weights, if nothing else is known
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,8 @@ class PipelineTable:
     saved: Floats
     transient: Floats
     entry_s: Floats | None = None
-    forward_share: Floats | float = _SHARE
-    input_share: Floats | float = _SHARE
+    forward_share: Floats | float = PHASE_SHARE
+    input_share: Floats | float = PHASE_SHARE
 
     def __post_init__(self) -> None:
         layers = self.num_layers

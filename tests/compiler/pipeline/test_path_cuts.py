@@ -72,9 +72,7 @@ def test_stages_beside_a_slow_message_hold_few_layers(schedule):
     length = np.arange(layers + 1) - np.arange(layers)[:, None]
     pace = np.stack([np.where(length > 0, length * 1.0, inf)] * stages)
     message = np.repeat([[0.0], [6.0], [0.0]], layers + 1, axis=1)
-    costs = CutCosts(
-        pace, 0.0 * np.where(length > 0, 1.0, 0.0) + np.zeros_like(pace), message, message, np.zeros(stages)
-    )
+    costs = CutCosts(pace, np.zeros_like(pace), message, message, np.zeros(stages))
     even = (0, 6, 12, 18, 24)
     found = tuple(cuts_by_paths(schedule, 64, costs, even))
     first, second, third, last = (end - begin for begin, end in pairwise(found))
@@ -100,14 +98,14 @@ def test_the_best_move_is_the_best_of_all_moves():
         ahead, back = rng.random((2, stages - 1, layers + 1))
         costs = CutCosts(pace, step, ahead, back, rng.random(stages))
         cuts = np.array([0, *sorted(rng.choice(np.arange(1, layers), stages - 1, replace=False)), layers])
-        if not np.isfinite(costs.of(cuts[None])).all():
+        if not np.isfinite(costs.of(cuts)).all():
             continue
         paths = rng.integers(0, 5, (4 * stages - 2, 7)).astype(float)
         every = {}
         for sign, (first, end) in product((-1, 1), combinations(range(1, stages + 1), 2)):
             other = cuts.copy()
             other[first:end] += sign
-            seconds = costs.of(other[None]) if (np.diff(other) > 0).all() else np.full((1, len(paths)), inf)
+            seconds = costs.of(other) if (np.diff(other) > 0).all() else np.full(len(paths), inf)
             if np.isfinite(seconds).all():
                 every[sign, first, end] = float((seconds @ paths).max())
         found_s, *found = min(_least_move(costs, cuts, paths, sign) for sign in (-1, 1))
@@ -123,7 +121,7 @@ def test_what_cannot_be_fast_enough_is_not_sought(monkeypatch):
     monkeypatch.setattr(path_cuts, "_longest_path", lambda *one: played.append(one) or play(*one))
     costs, m = drawn(3)
     stages, layers = costs.pace.shape[:2]
-    start = next(iter((0, *some, layers) for some in combinations(range(1, layers), stages - 1)))
+    start = next((0, *some, layers) for some in combinations(range(1, layers), stages - 1))
     cuts_by_paths("1f1b", m, costs, start)
     few = len(played)
     assert cuts_by_paths("1f1b", m, costs, start, most_s=1e-9) == list(start)
