@@ -6,7 +6,8 @@ so whatever the cuts, which x depends on. Cuts are sought whose longest path is 
 runs of neighbouring borders are moved by a layer, as long as that helps. Then the schedule is played. Either it takes
 as long as is said, or its longest path is a new one, and the search goes on (as the rounds of ``cutting_planes``).
 
-Cuts found so let stages wait less, where messages are slow: there they hold few layers.
+Cuts found so let stages wait less, where messages are slow: there they hold few layers. Regular pipelines are cut so
+(``regular_solver``), and the fastest irregular one of a table is cut again (``stage_dp.cut_again``).
 """
 
 from __future__ import annotations

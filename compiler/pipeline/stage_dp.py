@@ -36,6 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf, isfinite
 
 import numpy as np
@@ -43,6 +44,7 @@ import numpy as np
 from .bounds import TRIALS, MakespanBound, candidate_makespan
 from .families import PIPEDREAM, in_flight_formula, is_split
 from .k_best import Mode, Ranking, evaluate, gather_arcs, minimise, modes
+from .path_cuts import CutCosts, cuts_by_paths
 from .recurrence import Prices, Rows, StageRecurrence
 from .table import (
     InfeasiblePipeline,
@@ -54,7 +56,7 @@ from .table import (
     StageConstraints,
 )
 
-__all__ = ["RankingLimits", "bound_of", "describe_pipeline", "solve"]
+__all__ = ["RankingLimits", "bound_of", "cut_again", "describe_pipeline", "solve"]
 
 #: by which zb-h1's W and T, which bound no makespan, may be above the cut-off; by which T may be above W
 _ABOVE, _SPLIT_SLACK = 1.05, 0.3
@@ -217,6 +219,41 @@ def describe_pipeline(table: PipelineTable, m: int, schedule: str, stages: Itera
         peak_bytes=tuple(table.peak(stage, q) for stage, q in zip(stages, held)),
         limit_bytes=tuple(table.options[stage.option].limit(stage.device_offset) for stage in stages),
         idle_devices=table.num_devices - sum(table.options[stage.option].num_devices for stage in stages),
+    )
+
+
+def cut_again(
+    table: PipelineTable, m: int, schedule: str, constraints: StageConstraints, found: _Stages, most_s: float = inf
+) -> _Stages:
+    """The pipeline on the devices and meshes of ``found`` whose cuts let stages wait least, as far as ``path_cuts``
+    finds them: no ranking here knows all waits. most_s: as there."""
+    first, end = np.arange(table.num_layers)[:, None], np.arange(table.num_layers + 1)[None]
+    allowed = (first < end) & constraints.allowed(*np.broadcast_arrays(first, end))
+    entry_s = np.zeros_like(table.pace_s) if table.entry_s is None else table.entry_s
+    chosen, costs = [], []
+    for k, stage in enumerate(found):
+        this, q = table.options[stage.option], in_flight_formula(schedule, k, len(found), m)
+        same = [o for o, one in enumerate(table.options) if (one.shape, one.offsets) == (this.shape, this.offsets)]
+        held = table.resident[same] + table.transient[same] + q * table.saved[same]
+        limit = np.array([table.options[o].limit(stage.device_offset) for o in same])[:, None, None]
+        fits = allowed & (held <= limit) & np.isfinite(table.pace_s[same])
+        least = np.where(fits, m * table.pace_s[same] + table.step_s[same], inf).argmin(axis=0)
+        chosen.append(np.array(same)[least])
+        arrays = [np.where(fits, one[same], inf) for one in (table.pace_s, table.step_s, entry_s, table.transfer_s)]
+        costs.append([np.take_along_axis(one, least[None], axis=0)[0] for one in arrays])
+    pace, step, entry, behind = map(np.array, zip(*costs))
+    ahead = np.pad(entry.min(axis=2), ((0, 0), (0, 1)), constant_values=inf)[1:]
+    back = behind.min(axis=1)[:-1]
+    if table.entry_s is None:
+        ahead = back = back / 2
+    ahead, back = (np.where(np.isfinite(one), one, 0.0) for one in (ahead, back))  # no stage has another border
+    cuts = cuts_by_paths(
+        schedule, m, CutCosts(pace, step, ahead, back, np.zeros(len(found))),
+        [0, *(stage.end_layer for stage in found)], most_s,
+    )  # fmt: skip
+    return tuple(
+        StageChoice(i, j, int(option[i, j]), stage.device_offset)
+        for (i, j), option, stage in zip(pairwise(cuts), chosen, found)
     )
 
 

@@ -14,8 +14,8 @@ from torch.fx import Node
 from ..cost.gradient_reduction import max_bucket_seconds, max_overlap, max_reduction_seconds, raise_by_overlap
 from ..ir.spec import Spec, parse_pair
 from ..pipeline.bounds import clock_seconds
-from ..pipeline.families import is_split
-from ..pipeline.stage_dp import RankingLimits, describe_pipeline, solve
+from ..pipeline.families import PIPEDREAM, is_split
+from ..pipeline.stage_dp import RankingLimits, cut_again, describe_pipeline, solve
 from ..pipeline.table import InfeasiblePipeline, Mix, Pipeline, PipelineTable, StageChoice
 from .lower_bounds import LARGEST_MULTIPLIER, NO_MULTIPLIER, SearchBounds
 from .predict import Holder, loss_seconds, tied_seconds
@@ -78,7 +78,8 @@ class SearchTables(SearchBounds):
 
         Messages delay 1F1B even where they overlap with work: a round trip over n stages, each of which waits for the
         next, takes their paces and the messages between them, n times per n microbatches. So a stage's messages count
-        in its pace while pipelines are looked for; what is found is timed on a clock without that.
+        in its pace while pipelines are looked for; what is found is timed on a clock without that, and the fastest one
+        is cut again.
         """
         search = self.search
         with search.timed("stages"):
@@ -93,8 +94,15 @@ class SearchTables(SearchBounds):
                 delayed = replace(table, pace_s=table.pace_s + exposed * messages)
                 answer = solve(delayed, m, schedule, cuts, limits, explain=False)
                 cut |= dict.fromkeys(one.stages for one in getattr(answer, "pipelines", ()))
-            described = [describe_pipeline(table, m, schedule, one) for one in cut]
-            found = [self.candidate(m, schedule, one, pairs, table) for one in described]
+
+            def clocked(stages: tuple[StageChoice, ...]) -> Candidate:
+                return self.candidate(m, schedule, describe_pipeline(table, m, schedule, stages), pairs, table)
+
+            found = sorted(map(clocked, cut), key=lambda candidate: candidate.clock_s)
+            fastest = found[0].pipeline.stages if found else ()
+            if len(fastest) > 1 and schedule != PIPEDREAM:  # where stages may wait
+                again = cut_again(table, m, schedule, cuts, fastest, limits.most)
+                found += [clocked(again)] if again not in cut else []
         return sorted(found, key=lambda candidate: candidate.clock_s)
 
     def candidate(

@@ -8,7 +8,7 @@ import pytest
 from meshwright.compiler.pipeline.bounds import candidate_makespan
 from meshwright.compiler.pipeline.families import generate, in_flight_formula
 from meshwright.compiler.pipeline.simulate import simulate
-from meshwright.compiler.pipeline.stage_dp import RankingLimits, bound_of, describe_pipeline, solve
+from meshwright.compiler.pipeline.stage_dp import RankingLimits, bound_of, cut_again, describe_pipeline, solve
 from meshwright.compiler.pipeline.table import (
     InfeasiblePipeline,
     LowerBounds,
@@ -287,6 +287,35 @@ def test_no_pipeline_is_faster_than_the_bound_on_all(schedule, slow):
     assert max(ratios) <= 1 + 1e-9
     assert max(ratios) >= 0.995  # one that is a little too high would be seen
     assert np.median(ratios) >= 0.85
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
+def test_cuts_sought_again_are_nearly_the_best_on_their_devices(schedule):
+    rng, ratios, faster = np.random.default_rng(3), [], 0
+    for _ in range(60):
+        layers, devices, m = int(rng.integers(4, 7)), int(rng.integers(2, 5)), int(rng.integers(3, 16))
+        table = with_slow_messages(random_table(rng, layers, devices, 2, 2, m))
+        table = replace(table, transfer_s=np.broadcast_to(10.0 * rng.integers(0, 12, layers + 1), table.pace_s.shape))
+        constraints = random_constraints(rng, layers)
+        placed: dict[tuple[tuple[int, int], ...], list[tuple[StageChoice, ...]]] = {}
+        for stages in every_pipeline(table, constraints):
+            if len(stages) > 1 and over_the_limit(table, stages, schedule, m) <= 0:
+                where = tuple((one.device_offset, table.options[one.option].shape) for one in stages)
+                placed.setdefault(where, []).append(stages)
+        for where, every in placed.items():
+            start = every[int(rng.integers(len(every)))]
+            again = cut_again(table, m, schedule, constraints, start)
+            assert tuple((one.device_offset, table.options[one.option].shape) for one in again) == where
+            assert [(one.first_layer, one.end_layer) for one in again] in (
+                [(one.first_layer, one.end_layer) for one in stages] for stages in every
+            )
+            assert over_the_limit(table, again, schedule, m) <= 0
+            before_s, after_s = (clock(table, one, schedule, m) for one in (start, again))
+            faster += after_s < before_s
+            ratios.append(after_s / min(clock(table, one, schedule, m) for one in every))
+    assert faster >= 100, (faster, len(ratios))
+    assert np.median(ratios) <= 1.001
+    assert np.mean(np.array(ratios) <= 1.05) >= 0.8
 
 
 def test_messages_count_as_often_as_microbatches_wait_for_them():
