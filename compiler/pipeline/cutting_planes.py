@@ -29,7 +29,7 @@ from .table import Floats
 __all__ = ["least_makespan"]
 
 _OUTWARD = 0.3  # how far from the best x to the optimum the schedule is played
-_CLOSE = 1e-3  # of the least makespan that was played: rounds end so near it
+_CLOSE = 1e-2  # of the least makespan that was played: rounds end so near it
 _UNITS = 1e3  # the makespan in the solver's units, against its absolute tolerances
 _SOLVER_ERROR = 1e-6  # of an optimum
 

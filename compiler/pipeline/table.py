@@ -123,7 +123,7 @@ def _check_arrays(owner: object, shape: tuple[int, ...], names: Collection[str])
         where = f"{type(owner).__name__}.{name}"
         if array.shape != shape:
             raise ValueError(f"{where} has shape {shape}, but got {array.shape}")
-        if not (np.where(upper, array, 0.0).min() >= 0):  # also true of NaN
+        if not (array.min() >= 0 or np.where(upper, array, 0.0).min() >= 0):  # also true of NaN
             raise ValueError(f"{where} is not negative for layers i < j, but got {array[:, upper].min()}")
 
 
