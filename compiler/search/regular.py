@@ -36,6 +36,7 @@ __all__ = ["RegularSearch", "is_regular_enough", "is_regular_only"]
 
 #: memory multipliers for bounds, in units of a stage's time per its memory (``lower_bounds``)
 FACTORS = tuple(2.0**power for power in range(-5, 4))
+BETWEEN = (0.63, 0.79, 1.26, 1.59)  # of a factor, as far as the next one
 COARSE_FACTORS = (0.125, 1.0)
 MESHES_AT_ONCE = 8  # whose tables and bounds are made together
 LIFTED_AT_ONCE = 32  # whose first bounds are
@@ -93,13 +94,14 @@ def _first(heap: Sequence[_Waiting], count: int) -> list[_Waiting]:
 
 @dataclass(order=True, frozen=True)
 class _SolvedBound:
-    """The bound on a case that was solved. divisions: those into several chunks per group that were looked at, until
-    ``_path_bound`` lifted it."""
+    """The bound on a case that was solved. divisions: those into several chunks per group that were looked at;
+    is_close: if ``_closest_bound`` lifted it."""
 
     bound_s: float
     number: int
     waiting: _Waiting = field(compare=False)
     divisions: Sequence[tuple[int, ...]] = field(compare=False)
+    is_close: bool = field(compare=False, default=False)
 
 
 class RegularSearch:
@@ -126,6 +128,7 @@ class RegularSearch:
         #: (count, mesh) whose fastest choices do not always fit, though the leanest leave most of the memory free
         self._tight: set[tuple[int, int]] = set()
         self._priced: dict[tuple[int, int], list[int]] = {}  # see ``_with_priced_work``
+        self._finer: dict[tuple[int, int], list[tuple[float, float]]] = {}  # see ``_closest_bound``
         #: by case, prices and division (the bound of its schedule, the seconds from which on that was high enough)
         self._played: dict[tuple[int, int, tuple[int, ...]], tuple[float, float]] = {}
         self._overlapping: dict[int, bool] = {}  # by microbatch count, see ``_overlaps``
@@ -137,10 +140,10 @@ class RegularSearch:
         cheap bounds are below all others. enough_s: a bound that is as good as any higher one."""
         left_s = min((one.bound_s for one in (self._queue or ())[:1]), default=inf)
         while self._solved_bounds and (least := self._solved_bounds[0]).bound_s < min(left_s, enough_s):
-            if not least.divisions or self.search.cut_short:
+            if least.is_close or self.search.cut_short:
                 return least.bound_s
-            bound_s = max(least.bound_s, self._path_bound(least.waiting, least.divisions, enough_s))
-            heapreplace(self._solved_bounds, replace(least, bound_s=bound_s, divisions=()))
+            bound_s = max(least.bound_s, self._closest_bound(least, enough_s))
+            heapreplace(self._solved_bounds, replace(least, bound_s=bound_s, is_close=True))
         return min([left_s, *(one.bound_s for one in self._solved_bounds[:1])])
 
     @property
@@ -285,6 +288,26 @@ class RegularSearch:
             return False
         last_s = max_overlap(self.search.cluster) * self.tables.max_bucket_seconds(self.meshes[waiting.mesh][0])
         return any(one.hidden_s - last_s > MIN_HIDDEN_FRACTION * one.clock_s for one in found)
+
+    def _closest_bound(self, solved: _SolvedBound, enough_s: float) -> float:
+        """The bound on a case that was solved, with more prices of bytes where its bound is the highest."""
+        m, g, case = solved.waiting.m, solved.waiting.mesh, solved.waiting.case
+        assert case is not None
+        mesh, grid = self._bounds[m, g], self._bound_grid(m, g)
+        near = [grid[n] for n in dual_levels(mesh, m, case) if grid[n][0] in FACTORS]
+        fresh = dict.fromkeys((factor * part, flight) for factor, flight in near for part in BETWEEN)
+        if fresh := [one for one in fresh if one not in grid]:
+            self._finer.setdefault((m, g), []).extend(fresh)
+            levels = self._bound_levels(m, g, fresh)
+            self.tables.bound([(self.meshes[g][0], m, level) for level in levels])
+            finer = self._lower_bounds(m, g, levels)
+            names = ("value", "byte", "saved_byte")
+            both = {name: np.concatenate([getattr(mesh, name), getattr(finer, name)]) for name in names}
+            mesh = self._bounds[m, g] = replace(mesh, **both)
+        if case.chunks > 1:
+            return self._path_bound(solved.waiting, solved.divisions, enough_s)
+        bound_s = max(self._true_bound(m, one) for one in case_bounds(mesh, m, [case]))
+        return bound_s if case.groups == 1 else max(bound_s, self._true_bound(m, close_bound(mesh, m, case)))
 
     def _path_bound(self, waiting: _Waiting, divisions: Sequence[tuple[int, ...]], enough_s: float) -> float:
         """The bound on a case by all that follows on each other in its schedule, with these divisions into several
@@ -448,7 +471,9 @@ class RegularSearch:
         """``_grid`` and, where that has prices, more of them for bounds alone: eager 1F1B and zb-v have about twice as
         many microbatches in flight as there are groups."""
         grid, most = self._grid(m, g), float(min(m, 2 * len(self._places[g]) - 1))
-        return grid if len(grid) == 1 else list(dict.fromkeys([*grid, *((factor, most) for factor in FACTORS)]))
+        if len(grid) == 1:
+            return grid
+        return list(dict.fromkeys([*grid, *((factor, most) for factor in FACTORS), *self._finer.get((m, g), ())]))
 
     @staticmethod
     def _few(grid: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

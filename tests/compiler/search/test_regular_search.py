@@ -142,6 +142,18 @@ def test_more_prices_of_memory_find_little(graph, monkeypatch, mib):
     assert plan.prediction.step_s <= finer.prediction.step_s * 1.01
 
 
+def test_prices_between_those_of_the_search_lift_its_bound(graph, monkeypatch):
+    def bound_and_clock() -> tuple[float, float]:
+        search = RegularSearch(begun(graph, limited(150)))
+        first, *_ = search.explore(inf)
+        return search.bound_s(), first.clock_s
+
+    closer_s, clock_s = bound_and_clock()
+    monkeypatch.setattr(regular, "BETWEEN", ())
+    bound_s, _ = bound_and_clock()
+    assert bound_s * 1.005 < closer_s <= clock_s
+
+
 # ---- a plan holds what its devices have
 
 
