@@ -295,15 +295,12 @@ class RegularSearch:
         assert case is not None
         mesh, grid = self._bounds[m, g], self._bound_grid(m, g)
         near = [grid[n] for n in dual_levels(mesh, m, case) if grid[n][0] in FACTORS]
-        fresh = dict.fromkeys((factor * part, flight) for factor, flight in near for part in BETWEEN)
-        if fresh := [one for one in fresh if one not in grid]:
+        between = dict.fromkeys((factor * part, flight) for factor, flight in near for part in BETWEEN)
+        if fresh := [one for one in between if one not in grid]:
             self._finer.setdefault((m, g), []).extend(fresh)
             levels = self._bound_levels(m, g, fresh)
             self.tables.bound([(self.meshes[g][0], m, level) for level in levels])
-            finer = self._lower_bounds(m, g, levels)
-            names = ("value", "byte", "saved_byte")
-            both = {name: np.concatenate([getattr(mesh, name), getattr(finer, name)]) for name in names}
-            mesh = self._bounds[m, g] = replace(mesh, **both)
+            mesh = self._bounds[m, g] = mesh.with_levels_of(self._lower_bounds(m, g, levels))
         if case.chunks > 1:
             return self._path_bound(solved.waiting, solved.divisions, enough_s)
         bound_s = max(self._true_bound(m, one) for one in case_bounds(mesh, m, [case]))
