@@ -26,10 +26,11 @@ from .schedule import Schedule
 from .simulate import longest_path
 from .table import Floats
 
-__all__ = ["least_makespan"]
+__all__ = ["CLOSE", "least_makespan"]
+
+CLOSE = 1e-3  # of the least makespan that was played: nearer to it no bound need be
 
 _OUTWARD = 0.3  # how far from the best x to the optimum the schedule is played
-_CLOSE = 1e-2  # of the least makespan that was played: rounds end so near it
 _UNITS = 1e3  # the makespan in the solver's units, against its absolute tolerances
 _SOLVER_ERROR = 1e-6  # of an optimum
 
@@ -44,13 +45,15 @@ def least_makespan(
     back_s: Sequence[float],
     rounds: int,
     enough_s: float = inf,
+    close: float = CLOSE,
 ) -> float:
     """Seconds that no pipeline under a schedule undercuts.
 
     kinds: of its actions, "FB" or "FIW". likely: [kinds · virtual stages + stages] seconds of every virtual stage by
     kind, and of every stage at the end of the step, to begin with. rows, least: ``rows @ seconds ≥ least`` for all
     pipelines. ahead_s, back_s: of a message across each border between virtual stages. rounds: the most times that the
-    schedule is played. enough_s: seconds that are as good as any more.
+    schedule is played. enough_s: seconds that are as good as any more. close: rounds end so near the least makespan
+    that was played.
     """
     edges = list(pairwise(range(schedule.num_virtual)))
     ahead, back = dict(zip(edges, ahead_s)), dict(zip(edges, back_s))
@@ -83,7 +86,7 @@ def least_makespan(
             break
         values = result.variable_values()
         bound_s = result.objective_value() * unit_s * (1 - _SOLVER_ERROR)
-        if bound_s >= min(best_s * (1 - _CLOSE), enough_s):
+        if bound_s >= min(best_s * (1 - close), enough_s):
             break
         played = best + _OUTWARD * (np.maximum([values[one] for one in seconds], 0.0) * unit_s - best)
     return bound_s

@@ -33,7 +33,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from .cutting_planes import least_makespan
+from .cutting_planes import CLOSE, least_makespan
 from .families import PIPEDREAM, generate, in_flight_formula, is_split, virtual_order
 from .path_cuts import CutCosts, cuts_by_paths
 from .recurrence import fill_share
@@ -74,12 +74,14 @@ def divisions_of(mesh: MeshTable, m: int, case: PipelineCase) -> list[tuple[int,
     return _Solver(mesh, m, case).divisions
 
 
-def played_bound(mesh: MeshTable, m: int, case: PipelineCase, cuts: Sequence[int], enough_s: float = inf) -> float:
+def played_bound(
+    mesh: MeshTable, m: int, case: PipelineCase, cuts: Sequence[int], enough_s: float = inf, close: float = CLOSE
+) -> float:
     """A bound on the pipelines of a case with one division into several chunks per group, by the work of its groups
-    and by the paths through its schedule (``cutting_planes``). enough_s: seconds that are as good as any more."""
+    and by the paths through its schedule. enough_s, close: as in ``least_makespan``."""
     solver = _Solver(mesh, m, case)
     bound_s = solver.bound(cuts)
-    return bound_s if bound_s >= enough_s else max(bound_s, solver.played(cuts, enough_s))
+    return bound_s if bound_s >= enough_s else max(bound_s, solver.played(cuts, enough_s, close))
 
 
 def solve_case(mesh: MeshTable, m: int, case: PipelineCase, most_s: float = inf) -> RegularAnswer:
@@ -454,9 +456,9 @@ class _Solver:
         ratio = self.mesh.byte / np.where(self.mesh.saved_byte > 0, self.mesh.saved_byte, 1.0)
         return np.minimum(1.0, ratio[self._alike, None, None, None] * held)
 
-    def played(self, cuts: Sequence[int], enough_s: float = inf) -> float:
+    def played(self, cuts: Sequence[int], enough_s: float = inf, close: float = CLOSE) -> float:
         """A lower bound on the makespan of every pipeline with these cuts by the paths through its schedule; 0 if the
-        schedule is too long to be played. enough_s: seconds that are as good as any more."""
+        schedule is too long to be played. enough_s, close: as in ``least_makespan``."""
         case, mesh, m, loads = self.case, self.mesh, self.m, self._least_loads(cuts)
         rounds = min(_MOST_ROUNDS, _MOST_PLAYED // (2 * m * case.groups * case.chunks))
         if not rounds or not np.isfinite(loads).all():
@@ -491,6 +493,7 @@ class _Solver:
             *mesh.least_messages(cuts, groups),
             rounds,
             enough_s,
+            close,
         )
 
     # -- the figures of a pipeline

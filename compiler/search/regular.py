@@ -21,6 +21,7 @@ import numpy as np
 
 from ..cost.gradient_reduction import lower_by_overlap, max_overlap
 from ..errors import OverfullError
+from ..pipeline.cutting_planes import CLOSE
 from ..pipeline.families import PIPEDREAM
 from ..pipeline.regular import MeshTable, PipelineCase, dual_levels, groups_that_fit, places
 from ..pipeline.regular_bounds import case_bounds, mesh_bound
@@ -36,13 +37,14 @@ __all__ = ["RegularSearch", "is_regular_enough", "is_regular_only"]
 
 #: memory multipliers for bounds, in units of a stage's time per its memory (``lower_bounds``)
 FACTORS = tuple(2.0**power for power in range(-5, 4))
-BETWEEN = (0.63, 0.79, 1.26, 1.59)  # of a factor, as far as the next one
+BETWEEN = (0.63, 0.79, 1.26, 1.59, 2.52, 3.17)  # of a factor: two before it, two behind it, two behind the next one
 COARSE_FACTORS = (0.125, 1.0)
 MESHES_AT_ONCE = 8  # whose tables and bounds are made together
 LIFTED_AT_ONCE = 32  # whose first bounds are
 MAX_IRREGULAR_LAYERS, MAX_IRREGULAR_DEVICES = 48, 16  # of a request whose irregular plans are always looked for
 CLOCK_TOLERANCE = 1.05  # by which the clock may be wrong
 MAX_CANDIDATES = 24  # that are offered
+NEAR = 1e-2  # of a makespan: bounds by which cases are left out may be so far below it
 DIVIDED_AGAIN = 0.02  # of a bound on divisions: what those may be below it that are found when a case is solved
 MAX_LOWERED = 0.005  # of a bound: what may be taken off for work that overlaps
 
@@ -129,8 +131,8 @@ class RegularSearch:
         self._tight: set[tuple[int, int]] = set()
         self._priced: dict[tuple[int, int], list[int]] = {}  # see ``_with_priced_work``
         self._finer: dict[tuple[int, int], list[tuple[float, float]]] = {}  # see ``_closest_bound``
-        #: by case, prices and division (the bound of its schedule, the seconds from which on that was high enough)
-        self._played: dict[tuple[int, int, tuple[int, ...]], tuple[float, float]] = {}
+        #: by case, prices, closeness and division (bound of its schedule, seconds from which on that was high enough)
+        self._played: dict[tuple[int, int, float, tuple[int, ...]], tuple[float, float]] = {}
         self._overlapping: dict[int, bool] = {}  # by microbatch count, see ``_overlaps``
         self._least_tied: dict[int, Floats] = {}  # by mesh, see ``_tied``
         self._least: dict[int, int] = {}  # by mesh a microbatch count below which nothing fits
@@ -196,7 +198,7 @@ class RegularSearch:
                     heappush(queue, first)
             elif first.case is not None and first.case.chunks > 1 and not first.is_played and isfinite(best_s):
                 cuts = divisions_of(self._bounds[first.m, first.mesh], first.m, first.case)
-                bound_s = (1 - DIVIDED_AGAIN) * self._path_bound(first, cuts, best_s / (1 - DIVIDED_AGAIN))
+                bound_s = (1 - DIVIDED_AGAIN) * self._path_bound(first, cuts, best_s / (1 - DIVIDED_AGAIN), NEAR)
                 first.bound_s, first.is_played = max(first.bound_s, bound_s), bound_s < best_s
                 heappush(queue, first)
             elif first.case is None and not first.looks:
@@ -251,11 +253,11 @@ class RegularSearch:
                 low = middle + 1
         return shared[low - 1] + 1 if low else 0
 
-    def _solve(self, waiting: _Waiting, best_s: float = inf) -> list[Candidate]:
-        """The pipelines of a case. best_s: seconds of the best one before."""
+    def _solve(self, waiting: _Waiting, best_s: float = inf, between: Sequence[float] = ()) -> list[Candidate]:
+        """The pipelines of a case. best_s: seconds of the best one before; between: as in ``_levels_for``."""
         assert waiting.case is not None
         self._solved.append(waiting)
-        answer, found = self._answer(waiting, self._levels_for(waiting), best_s)
+        answer, found = self._answer(waiting, self._levels_for(waiting, between), best_s)
         if self._may_hide(waiting, found):
             _, others = self._answer(waiting, self._hiding_levels(waiting.m, waiting.mesh))
             found += [replace(one, hidden_s=0.0) for one in others]
@@ -306,18 +308,20 @@ class RegularSearch:
         bound_s = max(self._true_bound(m, one) for one in case_bounds(mesh, m, [case]))
         return bound_s if case.groups == 1 else max(bound_s, self._true_bound(m, close_bound(mesh, m, case)))
 
-    def _path_bound(self, waiting: _Waiting, divisions: Sequence[tuple[int, ...]], enough_s: float) -> float:
+    def _path_bound(
+        self, waiting: _Waiting, divisions: Sequence[tuple[int, ...]], enough_s: float, close: float = CLOSE
+    ) -> float:
         """The bound on a case by all that follows on each other in its schedule, with these divisions into several
-        chunks per group. enough_s: a bound that is as good as any higher one."""
+        chunks per group. enough_s: a bound that is as good as any higher one; close: as in ``least_makespan``."""
         assert waiting.case is not None
         mesh, least_s = self._bounds[waiting.m, waiting.mesh], inf
         enough_s /= 1 - MAX_LOWERED
         for cuts in divisions:
-            key = waiting.number, len(mesh.value), cuts
+            key = waiting.number, len(mesh.value), close, cuts
             bound_s, asked_s = self._played.get(key, (0.0, 0.0))
             if asked_s <= bound_s < min(enough_s, least_s):
                 asked_s = min(enough_s, least_s)
-                bound_s = played_bound(mesh, waiting.m, waiting.case, cuts, asked_s)
+                bound_s = played_bound(mesh, waiting.m, waiting.case, cuts, asked_s, close)
                 self._played[key] = bound_s, asked_s
             least_s = min(least_s, bound_s)
         return self._true_bound(waiting.m, least_s)
@@ -331,7 +335,7 @@ class RegularSearch:
         shapes = {shape for shape, _, _ in missed.beside}
         again = [one for one in self._solved if one.m == m and self.meshes[one.mesh][0].shape in shapes]
         self._solved = [one for one in self._solved if one not in again]
-        found = [candidate for one in again for candidate in self._solve(one)]
+        found = [candidate for one in again for candidate in self._solve(one, between=BETWEEN)]
         return sorted(found, key=lambda one: one.clock_s)
 
     # ---- bounds
@@ -561,17 +565,20 @@ class RegularSearch:
             self._least_tied[g] = found
         return self._least_tied[g]
 
-    def _levels_for(self, waiting: _Waiting) -> list[int]:
+    def _levels_for(self, waiting: _Waiting, between: Sequence[float] = ()) -> list[int]:
         """The levels of a case's tables: those whose bounds are the highest for some of its groups, and those next to
-        them."""
+        them. between: parts of their prices, for levels between these."""
         m, g, case = waiting.m, waiting.mesh, waiting.case
         assert case is not None
         grid, mesh = self._grid(m, g), self._bounds[m, g]
         tabled = slice(len(grid))  # the prices behind are for bounds alone
         mesh = replace(mesh, value=mesh.value[tabled], byte=mesh.byte[tabled], saved_byte=mesh.saved_byte[tabled])
-        near = {k for one in dual_levels(mesh, m, case) for k in (one - 1, one, one + 1) if 0 < k < len(grid)}
+        highest = dual_levels(mesh, m, case)
+        near = {k for one in highest for k in (one - 1, one, one + 1) if 0 < k < len(grid)}
         near |= set(range(len(grid) - 1, 0, -2))  # bounds do not know the bytes of a layer while it runs
-        return [self.tables.level(m, *grid[k]) for k in (0, *sorted(near), len(grid) - 1) if k < len(grid)]
+        finer = [(grid[k][0] * part, grid[k][1]) for k in highest for part in between]
+        chosen = [*(grid[k] for k in (0, *sorted(near), len(grid) - 1) if k < len(grid)), *finer]
+        return [self.tables.level(m, *one) for one in chosen]
 
     def _hiding_levels(self, m: int, g: int) -> list[int]:
         """The levels at which sums of whole gradients cost what of them cannot hide, and at which they cost nothing."""
