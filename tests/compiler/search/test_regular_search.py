@@ -10,7 +10,7 @@ from math import inf, prod
 
 import pytest
 import torch
-from meshwright.compiler.errors import InfeasibleError
+from meshwright.compiler.errors import InfeasibleError, OverfullError
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.layers import cluster_layers
 from meshwright.compiler.ir.graph import Graph
@@ -23,7 +23,7 @@ from meshwright.compiler.search.irregular import IrregularSearch
 from meshwright.compiler.search.lower_bounds import SearchBounds
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.compiler.search.predict import Holder, least_tied_seconds, tied_seconds
-from meshwright.compiler.search.regular import DIVIDED_AGAIN, RegularSearch
+from meshwright.compiler.search.regular import BETWEEN, DIVIDED_AGAIN, RegularSearch
 from meshwright.compiler.search.space import CHUNKED, Space
 from meshwright.compiler.search.state import SearchState
 from meshwright.compiler.search.tables import BOUND_TOLERANCE
@@ -152,6 +152,19 @@ def test_prices_between_those_of_the_search_lift_its_bound(graph, monkeypatch):
     monkeypatch.setattr(regular, "BETWEEN", ())
     bound_s, _ = bound_and_clock()
     assert bound_s * 1.005 < closer_s <= clock_s
+
+
+def test_a_case_is_solved_again_at_prices_between_those_of_the_search(graph, monkeypatch):
+    """As memory of plans is counted, a little less may fit: then the next price that was looked at may be far off."""
+    search = RegularSearch(begun(graph, limited(150), microbatches=8))
+    first, *_ = search.explore(inf)
+    asked, table = list[int](), search._table
+    monkeypatch.setattr(search, "_table", lambda waiting, levels: asked.extend(levels) or table(waiting, levels))
+    missed = OverfullError("too much", beside=tuple((row.submesh.shape, row.row[1], 1.0) for row in first.rows))
+    assert search.solved_again(first, missed)
+    grid = {price for one in search._solved for price in search._grid(one.m, one.mesh)}
+    known = {search.tables.level(m, *price) for m in {one.m for one in search._solved} for price in grid}
+    assert len(set(asked) - known) >= len(BETWEEN) // 2
 
 
 # ---- a plan holds what its devices have
