@@ -253,19 +253,22 @@ class RegularSearch:
                 low = middle + 1
         return shared[low - 1] + 1 if low else 0
 
-    def _solve(self, waiting: _Waiting, best_s: float = inf, between: Sequence[float] = ()) -> list[Candidate]:
-        """The pipelines of a case. best_s: seconds of the best one before; between: as in ``_levels_for``."""
+    def _solve(self, waiting: _Waiting, best_s: float = inf, again: bool = False) -> list[Candidate]:
+        """The pipelines of a case. best_s: seconds of the best one before; again: also by tables at prices between."""
         assert waiting.case is not None
         self._solved.append(waiting)
-        answer, found = self._answer(waiting, self._levels_for(waiting, between), best_s)
+        chosen = [self._levels_for(waiting, parts) for parts in ((), BETWEEN)[: 1 + again]]
+        answers = [self._answer(waiting, levels, best_s) for levels in chosen]
+        found = [candidate for _, some in answers for candidate in some]
         if self._may_hide(waiting, found):
             _, others = self._answer(waiting, self._hiding_levels(waiting.m, waiting.mesh))
             found += [replace(one, hidden_s=0.0) for one in others]
         if found:
-            bound_s = self._true_bound(waiting.m, answer.bound_s)
+            bound_s = self._true_bound(waiting.m, min(answer.bound_s for answer, _ in answers))
             if waiting.case.chunks == 1:
                 bound_s = max(waiting.bound_s, bound_s)
-            heappush(self._solved_bounds, _SolvedBound(bound_s, len(self._solved_bounds), waiting, answer.divisions))
+            divisions = tuple(dict.fromkeys(cuts for answer, _ in answers for cuts in answer.divisions))
+            heappush(self._solved_bounds, _SolvedBound(bound_s, len(self._solved_bounds), waiting, divisions))
         return found
 
     def _answer(
@@ -335,7 +338,7 @@ class RegularSearch:
         shapes = {shape for shape, _, _ in missed.beside}
         again = [one for one in self._solved if one.m == m and self.meshes[one.mesh][0].shape in shapes]
         self._solved = [one for one in self._solved if one not in again]
-        found = [candidate for one in again for candidate in self._solve(one, between=BETWEEN)]
+        found = [candidate for one in again for candidate in self._solve(one, again=True)]
         return sorted(found, key=lambda one: one.clock_s)
 
     # ---- bounds
