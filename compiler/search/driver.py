@@ -302,7 +302,7 @@ def _build_pure(explored: _ExploredPure | PurePlan, most_s: float) -> PurePlan:
     try:
         for retries in PURE_RETRIES:
             if missed is not None:
-                if not (again := regular.solved_again(candidate, missed)):
+                if not (again := regular.solved_again(candidate, missed, between=False)):
                     break
                 candidate = min([again[0], *regular.explore(again[0].clock_s)], key=lambda one: one.clock_s)
             built: BuiltStages = {}

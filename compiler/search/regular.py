@@ -253,11 +253,11 @@ class RegularSearch:
                 low = middle + 1
         return shared[low - 1] + 1 if low else 0
 
-    def _solve(self, waiting: _Waiting, best_s: float = inf, again: bool = False) -> list[Candidate]:
-        """The pipelines of a case. best_s: seconds of the best one before; again: also by tables at prices between."""
+    def _solve(self, waiting: _Waiting, best_s: float = inf, between: bool = False) -> list[Candidate]:
+        """The pipelines of a case. best_s: seconds of the best one before; between: as in ``solved_again``."""
         assert waiting.case is not None
         self._solved.append(waiting)
-        chosen = [self._levels_for(waiting, parts) for parts in ((), BETWEEN)[: 1 + again]]
+        chosen = [self._levels_for(waiting, parts) for parts in ((), BETWEEN)[: 1 + between]]
         answers = [self._answer(waiting, levels, best_s) for levels in chosen]
         found = [candidate for _, some in answers for candidate in some]
         if self._may_hide(waiting, found):
@@ -329,16 +329,17 @@ class RegularSearch:
             least_s = min(least_s, bound_s)
         return self._true_bound(waiting.m, least_s)
 
-    def solved_again(self, candidate: Candidate, missed: OverfullError) -> list[Candidate]:
+    def solved_again(self, candidate: Candidate, missed: OverfullError, between: bool = True) -> list[Candidate]:
         """The pipelines of the cases that were solved with as many microbatches as ``candidate``, which holds too much,
-        on its mesh, after the correction of memory estimates that follows."""
+        on its mesh, after the correction of memory estimates that follows. between: also by tables at prices between.
+        """
         corrections, m = self.search.memory_corrections, candidate.microbatches
         for shape, level, size in missed.beside:
             corrections[shape, m, level] = max(corrections.get((shape, m, level), 0.0), size)
         shapes = {shape for shape, _, _ in missed.beside}
         again = [one for one in self._solved if one.m == m and self.meshes[one.mesh][0].shape in shapes]
         self._solved = [one for one in self._solved if one not in again]
-        found = [candidate for one in again for candidate in self._solve(one, again=True)]
+        found = [candidate for one in again for candidate in self._solve(one, between=between)]
         return sorted(found, key=lambda one: one.clock_s)
 
     # ---- bounds
