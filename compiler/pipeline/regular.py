@@ -93,15 +93,6 @@ class MeshTable:
         """Levels of each site."""
         return len(self.table.options) // self.sites
 
-    def with_levels_of(self, other: MeshTable) -> MeshTable:
-        """This with the bounds at the levels of another one behind its own."""
-        return replace(
-            self,
-            value=np.concatenate([self.value, other.value]),
-            byte=np.concatenate([self.byte, other.byte]),
-            saved_byte=np.concatenate([self.saved_byte, other.saved_byte]),
-        )
-
     @cached_property
     def places(self) -> list[tuple[int, int]]:
         """(device offset, site) of the groups, leftmost first."""

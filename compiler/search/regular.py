@@ -94,6 +94,12 @@ def _first(heap: Sequence[_Waiting], count: int) -> list[_Waiting]:
     return found
 
 
+def _between(prices: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The multipliers around those of these that are of the ladder."""
+    ladder = (one for one in prices if one[0] in FACTORS)
+    return list(dict.fromkeys((factor * part, flight) for factor, flight in ladder for part in BETWEEN))
+
+
 @dataclass(order=True, frozen=True)
 class _SolvedBound:
     """The bound on a case that was solved. divisions: those into several chunks per group that were looked at;
@@ -257,8 +263,8 @@ class RegularSearch:
         """The pipelines of a case. best_s: seconds of the best one before; between: as in ``solved_again``."""
         assert waiting.case is not None
         self._solved.append(waiting)
-        chosen = [self._levels_for(waiting, parts) for parts in ((), BETWEEN)[: 1 + between]]
-        answers = [self._answer(waiting, levels, best_s) for levels in chosen]
+        kinds = (False, True) if between else (False,)
+        answers = [self._answer(waiting, self._levels_for(waiting, kind), best_s) for kind in kinds]
         found = [candidate for _, some in answers for candidate in some]
         if self._may_hide(waiting, found):
             _, others = self._answer(waiting, self._hiding_levels(waiting.m, waiting.mesh))
@@ -299,16 +305,13 @@ class RegularSearch:
         m, g, case = solved.waiting.m, solved.waiting.mesh, solved.waiting.case
         assert case is not None
         mesh, grid = self._bounds[m, g], self._bound_grid(m, g)
-        near = [grid[n] for n in dual_levels(mesh, m, case) if grid[n][0] in FACTORS]
-        between = dict.fromkeys((factor * part, flight) for factor, flight in near for part in BETWEEN)
-        if fresh := [one for one in between if one not in grid]:
+        if fresh := [one for one in _between([grid[n] for n in dual_levels(mesh, m, case)]) if one not in grid]:
             self._finer.setdefault((m, g), []).extend(fresh)
-            levels = self._bound_levels(m, g, fresh)
-            self.tables.bound([(self.meshes[g][0], m, level) for level in levels])
-            mesh = self._bounds[m, g] = mesh.with_levels_of(self._lower_bounds(m, g, levels))
+            self._bound({(m, g): self._bound_grid(m, g)})
+            mesh = self._bounds[m, g] = replace(self._bounds[m, g], work_levels=mesh.work_levels)
         if case.chunks > 1:
             return self._path_bound(solved.waiting, solved.divisions, enough_s)
-        bound_s = max(self._true_bound(m, one) for one in case_bounds(mesh, m, [case]))
+        ((_, bound_s),) = self._case_bounds(m, g, [case])
         return bound_s if case.groups == 1 else max(bound_s, self._true_bound(m, close_bound(mesh, m, case)))
 
     def _path_bound(
@@ -569,9 +572,9 @@ class RegularSearch:
             self._least_tied[g] = found
         return self._least_tied[g]
 
-    def _levels_for(self, waiting: _Waiting, between: Sequence[float] = ()) -> list[int]:
+    def _levels_for(self, waiting: _Waiting, between: bool = False) -> list[int]:
         """The levels of a case's tables: those whose bounds are the highest for some of its groups, and those next to
-        them. between: parts of their prices, for levels between these."""
+        them. between: also levels between these."""
         m, g, case = waiting.m, waiting.mesh, waiting.case
         assert case is not None
         grid, mesh = self._grid(m, g), self._bounds[m, g]
@@ -580,8 +583,8 @@ class RegularSearch:
         highest = dual_levels(mesh, m, case)
         near = {k for one in highest for k in (one - 1, one, one + 1) if 0 < k < len(grid)}
         near |= set(range(len(grid) - 1, 0, -2))  # bounds do not know the bytes of a layer while it runs
-        finer = [(grid[k][0] * part, grid[k][1]) for k in highest for part in between]
-        chosen = [*(grid[k] for k in (0, *sorted(near), len(grid) - 1) if k < len(grid)), *finer]
+        chosen = [grid[k] for k in (0, *sorted(near), len(grid) - 1) if k < len(grid)]
+        chosen += _between([grid[k] for k in highest]) if between else []
         return [self.tables.level(m, *one) for one in chosen]
 
     def _hiding_levels(self, m: int, g: int) -> list[int]:
