@@ -84,6 +84,14 @@ class Layering:
         """The parameters that several layers read, and these layers."""
         return [(node, layers) for node, layers in self.readers(graph) if len(layers) > 1]
 
+    def last_gradients(self, graph: Graph) -> frozenset[str]:
+        """The parameters whose gradients come at the very end of a backward: the program's first op with a gradient
+        reads them. No other layer is equal to that op's: gradients enter all that come behind it."""
+        first = next((node for node in graph if node.op == "call_function" and node.name in self.needs_grad), None)
+        if first is None or first.name not in self.layer_of:
+            return frozenset()
+        return frozenset(node.name for node in first.all_input_nodes if node.name in self.needs_grad)
+
     def readers(self, graph: Graph) -> list[tuple[Node, list[int]]]:
         """The parameters, and the layers that read each of them."""
         return [(node, self._layers_reading(node)) for node in graph.placeholders("parameter")]
@@ -183,7 +191,7 @@ def _clustered(graph: Graph, max_layers: int, sequence: bool) -> Layering:
     crossing = [tuple(alive[c]) for c in cuts]
     for index, (first, end) in enumerate(pairwise(cuts)):
         members = fixed[first:end]
-        key = _class_key(capture, members, floating, crossing[index], crossing[index + 1])
+        key = _class_key(capture, members, floating, needs_grad, crossing[index], crossing[index + 1])
         layers.append(Layer(names[index], tuple(n.name for n in members), key, float(sum(flops[first:end]))))
     order = tuple(node.name for node in graph.ops() if node.name in floating)
     return Layering(
@@ -374,9 +382,14 @@ def _layer_names(fixed: Sequence[Node], cuts: Sequence[int]) -> list[str]:
 
 
 def _class_key(
-    graph: Graph, members: Sequence[Node], floating: frozenset[str], entering: Sequence[str], leaving: Sequence[str]
+    graph: Graph,
+    members: Sequence[Node],
+    floating: frozenset[str],
+    needs_grad: frozenset[str],
+    entering: Sequence[str],
+    leaving: Sequence[str],
 ) -> str:
-    """A hash equal for layers that are the same program up to renaming, with the same borders."""
+    """A hash equal for layers that are the same program up to renaming, with the same borders and gradients there."""
     nodes = graph.by_name()
     number: dict[str, int] = {}
     lines: list[str] = []
@@ -414,7 +427,10 @@ def _class_key(
         number[node.name] = len(number)
         flags = f"{'>' if node.name in leaving else ''}{results.get(node.name, '')}"
         lines.append(f"%{number[node.name]}{flags}:{' '.join(map(str, types_of(nodes[node.name])))}={text}")
-    borders = [[f"{number.get(n, 'through')}:{nodes[n].meta['type']}" for n in side] for side in (entering, leaving)]
+    borders = [
+        [f"{number.get(n, 'through')}:{nodes[n].meta['type']}:{n in needs_grad}" for n in side]
+        for side in (entering, leaving)
+    ]
     text = "\n".join([*lines, f"enter {borders[0]} leave {borders[1]}"])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

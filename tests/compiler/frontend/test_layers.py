@@ -38,3 +38,26 @@ def test_pairs_of_which_there_are_enough_come_first_and_else_the_lightest():
     assert _merge_light_segments(list(range(8)), weights, 4) == [0, 1, 4, 6, 7]
     assert _merge_light_segments(list(range(8)), weights, 5) == [0, 2, 3, 5, 6, 7]
     assert _merge_light_segments(list(range(8)), weights, 6) == [0, 1, 2, 4, 5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def frozen():
+    """Embeddings that are not trained before equal blocks that are."""
+    with torch.device("meta"):
+        model = GPT(64, 6, 32, 4, 16)
+        for embedding in (model.token_embedding, model.position_embedding):
+            embedding.requires_grad_(False)
+        return capture(model, (torch.zeros(2, 16, dtype=torch.int64),) * 2)
+
+
+def test_a_layer_that_no_gradient_leaves_is_a_class_of_its_own(frozen):
+    layers = cluster_layers(frozen).layers
+    first, *others = (layer.class_key for layer in layers if layer.name.endswith("attention"))
+    assert len(set(others)) == 1
+    assert first not in others
+
+
+def test_the_weights_whose_gradients_come_last(deep, frozen):
+    for graph in (deep, frozen):
+        trained = next(one for one in graph.placeholders("parameter") if one.meta["source"].requires_grad)
+        assert trained.name in cluster_layers(graph).last_gradients(graph)
