@@ -5,6 +5,7 @@ the stages' actions, of their messages and of their ends of a step, and n how of
 so whatever the cuts, which x depends on. Cuts are sought whose longest path is the least of those paths that are known:
 runs of neighbouring borders are moved by a layer, as long as that helps. Then the schedule is played. Either it takes
 as long as is said, or its longest path is a new one, and the search goes on (as the rounds of ``cutting_planes``).
+It begins from several cuts, and knows on each way what it learned on those before.
 
 Cuts found so let stages wait less, where messages are slow: there they hold few layers. Regular pipelines are cut so
 (``regular_solver``), and the fastest irregular one of a table is cut again (``stage_dp.cut_again``).
@@ -51,25 +52,29 @@ class CutCosts:
         return np.concatenate([self.pace[stage, first, end], *messages, self.step[stage, first, end] + self.end])
 
 
-def cuts_by_paths(schedule: str, m: int, costs: CutCosts, start: Sequence[int], most_s: float = inf) -> list[int]:
-    """The cuts of the least seconds that were found from ``start`` on, while there may be such of less than
+def cuts_by_paths(
+    schedule: str, m: int, costs: CutCosts, starts: Sequence[Sequence[int]], most_s: float = inf
+) -> list[int]:
+    """The cuts of the least seconds that were found from ``starts`` on, while there may be such of less than
     ``most_s``."""
-    cuts = best = tuple(start)
-    best_s, in_vain, stages = inf, 0, len(costs.end)
+    best, best_s, stages = tuple(starts[0]), inf, len(costs.end)
     each = np.eye(stages)
     paths = np.concatenate([m * each, np.zeros((2 * stages - 2, stages)), each])  # each stage's own work
     played = set[tuple[int, ...]]()
-    for _ in range(_PLAYS):
-        played.add(cuts)
-        seconds = costs.of(np.array(cuts))
-        paths = np.concatenate([paths, _longest_path(schedule, m, seconds, stages)[:, None]], axis=1)
-        step_s = float((seconds @ paths).max())
-        in_vain = 0 if step_s < best_s * (1 - _WORTH) else in_vain + 1
-        if step_s < best_s:
-            best, best_s = cuts, step_s
-        cuts, least_s = _descended(costs, cuts, paths)
-        if cuts in played or in_vain >= _IN_VAIN or least_s >= min(most_s, best_s * (1 - _WORTH)):
-            break
+    for start in starts:
+        cuts, in_vain = tuple(start), 0
+        while in_vain < _IN_VAIN and len(played) < _PLAYS:
+            if cuts not in played:
+                played.add(cuts)
+                seconds = costs.of(np.array(cuts))
+                paths = np.concatenate([paths, _longest_path(schedule, m, seconds, stages)[:, None]], axis=1)
+                step_s = float((seconds @ paths).max())
+                in_vain = 0 if step_s < best_s * (1 - _WORTH) else in_vain + 1
+                if step_s < best_s:
+                    best, best_s = cuts, step_s
+            cuts, least_s = _descended(costs, cuts, paths)
+            if cuts in played or least_s >= min(most_s, best_s * (1 - _WORTH)):
+                break
     return list(best)
 
 

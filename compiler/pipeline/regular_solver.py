@@ -5,7 +5,8 @@ dynamic program over stages and layers that knows the memory of each stage exact
 
     W(k, i) = min over j, levels that fit of  max(m t + σ, φ t + x + W(k + 1, j))         φ: ``fill_share``
 
-W knows no waits. So from its cuts on better ones are sought, by the paths through the schedule (``path_cuts``).
+W knows no waits. So from its cuts and from the most even ones on better ones are sought, by the paths through the
+schedule (``path_cuts``).
 
 A stage whose faster level does not fit would leave the bytes empty that the next level spares. So it may be a *mix*:
 its first layers at the faster level, as many as there is room for, the others at the level that fits.
@@ -162,7 +163,8 @@ class _Solver:
             cuts.append(int(end[cuts[-1]]))
         chosen.reverse()
         if p > 1 and self.case.schedule != PIPEDREAM:  # where stages may wait
-            cuts = cuts_by_paths(self.case.schedule, m, self._cut_costs(chosen), cuts, most_s)
+            starts = [one for one in (cuts, _even([runs.head for runs in chosen])) if one]
+            cuts = cuts_by_paths(self.case.schedule, m, self._cut_costs(chosen), starts, most_s)
         parts = [runs.parts(*both, self._options_of(k)) for k, (runs, both) in enumerate(zip(chosen, pairwise(cuts)))]
         return RegularAnswer((self._pipeline(parts),), low_s, tuple(self.mixes))
 

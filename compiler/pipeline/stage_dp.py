@@ -249,7 +249,7 @@ def cut_again(
     ahead, back = (np.where(np.isfinite(one), one, 0.0) for one in (ahead, back))  # no stage has another border
     cuts = cuts_by_paths(
         schedule, m, CutCosts(pace, step, ahead, back, np.zeros(len(found))),
-        [0, *(stage.end_layer for stage in found)], most_s,
+        [[0, *(stage.end_layer for stage in found)]], most_s,
     )  # fmt: skip
     return tuple(
         StageChoice(i, j, int(option[i, j]), stage.device_offset)

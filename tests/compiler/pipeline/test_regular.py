@@ -200,7 +200,7 @@ def drawn(seed: int, whole: bool = False) -> tuple[np.random.Generator, MeshTabl
 @pytest.mark.parametrize("schedule", SINGLE)
 def test_one_chunk_per_group_has_the_least_path_of_all_cuts_and_levels(monkeypatch, schedule):
     """Before its cuts are sought by the paths of the schedule."""
-    monkeypatch.setattr(regular_solver, "cuts_by_paths", lambda schedule, m, costs, start, most_s: start)
+    monkeypatch.setattr(regular_solver, "cuts_by_paths", lambda schedule, m, costs, starts, most_s: starts[0])
     outcomes = {"solved": 0, "nothing": 0, "binding": 0}
     for seed in range(60):
         _, mesh, m = drawn(seed)
