@@ -10,6 +10,8 @@ o of that backward, and o of the sums ρ_k of whole gradients. So for every ω i
 
     m T_k + σ_k − h ≥ (m − β) v_k + β f_k,  v_k the least of t + (σ − o ω ρ) / (m − β) over all choices
 
+A path through n ≤ m of its microbatches, and the end of the step behind, take at least n / m of that.
+
 Weights that the first and the last group hold are exchanged when all work of both is done, and when the last backward
 of the first has ended, which ends every microbatch's way there and back (but under zb-v, where one group is both).
 
@@ -28,6 +30,7 @@ bound, too, on the cuts that are tried (``regular_solver``, ``cutting_planes``).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from math import inf
 
@@ -145,11 +148,10 @@ def placed_bound(mesh: MeshTable, m: int, case: PipelineCase) -> float:
     for k in reversed(range(p)):
         held = in_flight_formula(name, k, p, m)
         t = np.minimum(seconds(held), _NEVER)
-        own = np.maximum(work, m * t)
-        if priced is not None:
-            own = np.maximum(own, m * np.minimum(priced(held), _NEVER))
+        all_work = np.maximum(work / m, t if priced is None else np.maximum(t, priced(held)))
+        all_work = np.minimum(all_work, _NEVER)
         if name == PIPEDREAM:  # a step runs into the next
-            whole = np.append(np.maximum(own, whole).min(axis=1), _NEVER)
+            whole = np.append(np.maximum(m * all_work, whole).min(axis=1), _NEVER)
             continue
         ahead, returned = mesh.hop(k, k + 1) if k < p - 1 else (nothing, nothing)
         messages = ahead + returned
@@ -157,11 +159,17 @@ def placed_bound(mesh: MeshTable, m: int, case: PipelineCase) -> float:
             t = np.where(t < _NEVER, mesh.pace, _NEVER)
         trip = np.where(t < _NEVER, np.minimum(mesh.trip, t), _NEVER) if is_split(name) else t
         entry = mesh.hop(k - 1, k)[0][:-1, None] if k else 0.0
-        q = min(m, p - k) if is_split(name) else held
-        of, behind = StageSeconds(t, trip, mesh.forward, mesh.backward, entry, returned), messages + way
-        last = np.maximum.reduce([slope * behind + constant for slope, constant in wait_lines(name, m, q, k, of)])
-        ends = [slope * behind + constant for slope, constant in end_lines(name, m, q, of)]
-        own = np.maximum.reduce([own, last, *ends]) + (tied_s if k in (0, p - 1) else 0.0)
+        q, behind = min(m, p - k) if is_split(name) else held, messages + way
+        of = StageSeconds(t, trip, mesh.forward, mesh.backward, entry, returned)
+        ending = replace(of, t=all_work, trip=trip if is_split(name) else all_work)
+        last, end = (
+            np.maximum.reduce([slope * behind + constant for slope, constant in lines])
+            for lines in (
+                wait_lines(name, m, q, k, of),
+                [*wait_lines(name, m, q, k, ending), *end_lines(name, m, q, ending), (0.0, m * all_work)],
+            )
+        )
+        own = end + (tied_s if k in (0, p - 1) else 0.0)
         back_s = np.maximum(last, trip + messages + back) + (tied_s if k == 0 else 0.0)
         back = np.append(back_s.min(axis=1), _NEVER)
         whole = np.append(np.maximum(own, mesh.forward + ahead + whole).min(axis=1), _NEVER)

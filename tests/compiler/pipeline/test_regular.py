@@ -458,6 +458,18 @@ def test_the_close_bound_of_equal_layers_is_reached(schedule, v, reached):
     assert close_bound(mesh, m, case) >= reached * seconds * (1 - EPS)
 
 
+@pytest.mark.parametrize(("schedule", "reached"), [("1f1b", 0.988), ("gpipe", 1.0), ("zb-h1", 1.0)])
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_end_of_a_step_follows_on_what_a_stage_waits_for(schedule, reached, whole):
+    mesh, case, m = even_mesh(8), PipelineCase(2, schedule), 16
+    once = 4.0 * mesh.table.pace_s  # as much as four microbatches
+    counted = {"value": mesh.value + once / m} if whole else {"work": m * mesh.pace + once[0]}
+    mesh = replace(mesh, table=replace(mesh.table, step_s=once), whole=whole, **counted)
+    (one,) = solve_case(mesh, m, case).pipelines
+    seconds = clock_seconds(mesh.table, m, schedule, one)
+    assert reached * seconds * (1 - EPS) <= close_bound(mesh, m, case) <= seconds * (1 + EPS)
+
+
 def test_the_played_bound_knows_what_waits_for_messages():
     mesh, case, m = even_mesh(12), PipelineCase(2, "interleaved", 2), 8
     slow = np.full_like(mesh.table.pace_s, 2.0)
