@@ -116,7 +116,9 @@ class _Builder(SectionBuilder):
             for mode, re in self.recompute.items()
         }
         self.on_edges = {mode: self._saved_by_readers(re) for mode, re in self.recompute.items()}
-        self.sharing, self.last = _sharing(cases), _last_gradients(cases)
+        self.sharing = _sharing(cases)
+        entered = any(name in self.grad for name in self.layering.crossing[layer])
+        self.last = frozenset() if entered else self.layering.last_gradients(cases.source)
         self.reads = LayerReads(self.ops, self.layering.layer_of, self.grad)
         self.rows: list[_Row] = []
         self.op_choices: dict[str, OpChoices] = {}
@@ -390,14 +392,6 @@ def _sharing(cases: Cases) -> Sharing:
         cache["sharing"] = Sharing(cases.source, cases.layering)
     sharing: Sharing = cache["sharing"]
     return sharing
-
-
-def _last_gradients(cases: Cases) -> frozenset[str]:
-    cache = cases.samples.cache
-    if "last gradients" not in cache:
-        cache["last gradients"] = cases.layering.last_gradients(cases.source)
-    last: frozenset[str] = cache["last gradients"]
-    return last
 
 
 def _wanted_pairs(consumers: Sequence[tuple[np.ndarray, Sequence[Pair]]]) -> Where:
