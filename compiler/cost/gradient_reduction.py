@@ -15,7 +15,7 @@ at least W (1 − o/m) and at least W − o · (all reductions).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -104,17 +104,13 @@ def hidden_seconds(
     return total, overlap * beside
 
 
-def max_hidden_seconds(
-    graph: Graph, cluster: Cluster, optimizer: str, shapes: Iterable[tuple[int, ...]], last: Collection[str]
-) -> float:
-    """Upper bound on the seconds of reductions that can hide in any plan over meshes of these shapes. last: parameters
-    whose gradients come when the backward ends (``Layering.last_gradients``), but for their copies in other stages."""
+def max_hidden_seconds(graph: Graph, cluster: Cluster, optimizer: str, shapes: Iterable[tuple[int, ...]]) -> float:
+    """Upper bound on the seconds of reductions that can hide in any plan over meshes of these shapes."""
     share, parameters = max_overlap(cluster), list(graph.placeholders("parameter"))
     if not share:
         return 0.0
     # of a shared weight several stages may hold a copy
-    copies = [node for node in parameters for _ in node.meta["source"].aliases]
-    parameters = [node for node in parameters if node.name not in last] + copies
+    parameters += [node for node in parameters for _ in node.meta["source"].aliases]
     meshes = [MeshPricer(cluster, 0, shape, optimizer, mixed=graph.mixed) for shape in set(shapes)]
     return share * max((max_reduction_seconds(pricer, parameters) for pricer in meshes), default=0.0)
 

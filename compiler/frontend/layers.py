@@ -84,14 +84,6 @@ class Layering:
         """The parameters that several layers read, and these layers."""
         return [(node, layers) for node, layers in self.readers(graph) if len(layers) > 1]
 
-    def last_gradients(self, graph: Graph) -> frozenset[str]:
-        """The parameters whose gradients come at the very end of a backward: the program's first op with a gradient
-        reads them. No other layer is equal to that op's: gradients enter all that come behind it."""
-        first = next((node for node in graph if node.op == "call_function" and node.name in self.needs_grad), None)
-        if first is None or first.name not in self.layer_of:
-            return frozenset()
-        return frozenset(node.name for node in first.all_input_nodes if node.name in self.needs_grad)
-
     def readers(self, graph: Graph) -> list[tuple[Node, list[int]]]:
         """The parameters, and the layers that read each of them."""
         return [(node, self._layers_reading(node)) for node in graph.placeholders("parameter")]

@@ -267,10 +267,9 @@ class _Pricing:
         """The reduction in buckets, what hides of it, and the copies into buckets of several gradients."""
         pricer = self.pricer
         ops, order = self._order
-        done = [0.0] * len(ops)
-        total = sum(self.spans[op.name] for op in ops if op.name not in self.grad)  # run again before all backwards
+        done, total = [0.0] * len(ops), 0.0
         for index in range(len(ops) - 1, -1, -1):
-            total += self.spans[ops[index].name] if ops[index].name in self.grad else 0.0
+            total += self.spans[ops[index].name]
             done[index] = total
         gradients, ready = [], {}
         stretch = self.backward / total if total else 1.0  # reshards and the like, evenly

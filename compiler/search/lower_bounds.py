@@ -65,8 +65,9 @@ class SearchBounds:
         self.counts = [m for m in asked if m in search.constraints.microbatches and _fits(search, m)]
         self.levels: list[Level] = [PACE_LEVEL, STEP_LEVEL]
         self.usable = np.array(usable_bytes(cluster)) - batch_bytes(search)
-        last, shapes = search.layering.last_gradients(search.graph), (sub.shape for sub in self.submeshes)
-        self.hidden_s = max_hidden_seconds(search.graph, cluster, search.optimizer, shapes, last)
+        self.hidden_s = max_hidden_seconds(
+            search.graph, cluster, search.optimizer, (sub.shape for sub in self.submeshes)
+        )
         self._starts = {0, *accumulate(host.num_devices for host in cluster.hosts)}  # devices that hosts begin with
         self._ends: dict[tuple[Submesh, int], np.ndarray] = {}  # least seconds of messages [2, borders]
         self._sent: dict[tuple[Submesh, int], np.ndarray] = {}  # see ``sent_bytes``

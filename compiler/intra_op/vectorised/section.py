@@ -117,8 +117,6 @@ class _Builder(SectionBuilder):
         }
         self.on_edges = {mode: self._saved_by_readers(re) for mode, re in self.recompute.items()}
         self.sharing = _sharing(cases)
-        entered = any(name in self.grad for name in self.layering.crossing[layer])
-        self.last = frozenset() if entered else self.layering.last_gradients(cases.source)
         self.reads = LayerReads(self.ops, self.layering.layer_of, self.grad)
         self.rows: list[_Row] = []
         self.op_choices: dict[str, OpChoices] = {}
@@ -329,7 +327,7 @@ class _Builder(SectionBuilder):
             _Seconds(
                 prices.seconds,
                 prices.step,
-                None if name in self.last else prices.gradient,
+                prices.gradient,
                 prices.backward,
                 prices.weight,
                 floor=prices.seconds / self.sharing.uses(name),

@@ -55,9 +55,3 @@ def test_a_layer_that_no_gradient_leaves_is_a_class_of_its_own(frozen):
     first, *others = (layer.class_key for layer in layers if layer.name.endswith("attention"))
     assert len(set(others)) == 1
     assert first not in others
-
-
-def test_the_weights_whose_gradients_come_last(deep, frozen):
-    for graph in (deep, frozen):
-        trained = next(one for one in graph.placeholders("parameter") if one.meta["source"].requires_grad)
-        assert trained.name in cluster_layers(graph).last_gradients(graph)

@@ -306,8 +306,7 @@ def test_parts_of_the_seconds_add_up():
                     assert section.gradient_seconds[i][0, c] <= section.step_seconds[i][0, c] * (1 + 1e-12)
                     if section.kinds[i] == "parameter" and section.choices[i][c].pattern == "replicated":
                         kind, pair = graph.node(name).meta["type"], section.choices[i][c].pair
-                        ends = layer == 0 and name in layering.last_gradients(graph)  # the head's tied weight may hide
-                        gradient = 0.0 if ends else pricer.gradient_seconds(kind, pair) / variants.microbatches[0]
+                        gradient = pricer.gradient_seconds(kind, pair) / variants.microbatches[0]
                         close(section.gradient_seconds[i][0, c], gradient, name)
                         added = pricer.accumulate_seconds(kind, pair, variants.microbatches[0])
                         close(section.weight_seconds[i][0, c], added / variants.microbatches[0], name)
