@@ -53,7 +53,8 @@ NO_STEP, HANDED_ON = -1, -2
 _JOINT_CELLS = (
     2**18
 )  # up to this size the joint table of a link is always built as it is: sets cost more to minimise over
-_LARGEST_JOINT = 2**20
+_LARGEST_JOINT = 2**20  # … and no larger one is built, …
+_LARGEST_SPLIT = 2**22  # … but one of up to this size may be taken apart by the consumers that leave
 _PAID_SETS = 4096  # up to this many subsets of targets are listed
 _FEW_SETS = 512  # … and this many, of up to so many targets, in a relaxation
 _RELAXED_COPIES = 3
@@ -80,6 +81,11 @@ class Joined:
     index: np.ndarray | None
     alone: bool  # there is one source state, which has no axis
     others: tuple[np.ndarray, int] | None = None
+
+    @property
+    def cells(self) -> int:
+        """The cells of the table, per row."""
+        return len(self.rows) * (len(self.members) if self.index is None else self.index.size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -336,7 +342,7 @@ class _Planner:
                 self.relaxed.append(frozenset({link.producer, *wants} - {*self.keep}))
             self._add_paid_set(number, link, rows, source, ends, paid, sets, larger)
             return
-        if cells > min(self.limits.max_cells, _LARGEST_JOINT) and not self.limits.relaxed:
+        if cells > min(self.limits.max_cells, _LARGEST_SPLIT) and not self.limits.relaxed:
             raise TooWide(f"the table of a tensor would have {cells} cells")
         wanted = tuple((v, tuple(s & paid for s in sets)) for v, sets in ends)
         self._join(_Joint(number, link, rows, source, wanted, sure))
@@ -406,11 +412,16 @@ class _Planner:
         assert all(set(scope) <= kept for scope in self.scopes.values())
         shape = tuple(self.size[v] for v in self.keep)
         result = tuple(self._part(f, self.keep) for f in self.scopes)
+        instructions, unused = _trimmed(self.instructions, {part.table for part in result})
+        built = max((do.cells for do in instructions if isinstance(do, Joined)), default=0)
+        if built > _LARGEST_JOINT and not self.limits.relaxed:
+            raise TooWide(f"the table of a tensor would have {built} cells")
         return Recipe(
             self.keep,
             tuple(self.alive),
             shape,
-            *_trimmed(self.instructions, {part.table for part in result}),
+            instructions,
+            unused,
             tuple(self.steps),
             result,
             max(self.most_cells, math.prod(shape)),

@@ -147,7 +147,8 @@ class IntervalComposer:
             if name in leave and name not in entering
         }
         mask = possible[..., None] & has_into.T[:, None] & has_out.T[None]
-        return LayerTemplate.of(section, layer, modes, arriving, going, mask)
+        efforts = self.cases.num_devices * np.array([case.microbatches for case in self.cases.cases])
+        return LayerTemplate.of(section, layer, modes, arriving, going, mask, efforts)
 
     def tables(self, rows: Sequence[Row]) -> dict[str, LayerTables]:
         """Per layer class the tables of these rows."""

@@ -220,9 +220,12 @@ def column_digests(template: LayerTemplate) -> list[bytes]:
     for first in range(0, num, most):
         columns = np.concatenate([array[:, first : first + most] for array in flat], dtype=np.float64).T
         digests += [_digest([structure, column]) for column in columns]
-    if template.lower is None:
+    lower = template.lower
+    if lower is None:
         return digests
-    return [_digest(pair) for pair in zip(digests, column_digests(template.lower))]
+    if lower.section is template.section:  # the same columns
+        return [_digest([repr(lower.recipe.work).encode(), one]) for one in digests]
+    return [_digest(pair) for pair in zip(digests, column_digests(lower))]
 
 
 def row_key(

@@ -40,6 +40,24 @@ def test_every_row_equals_brute_force(joint_cells, less_work, order, monkeypatch
     assert finite > 300
 
 
+def test_a_tensor_of_many_cells_is_taken_apart_by_its_consumers(monkeypatch):
+    monkeypatch.setattr(elimination_order, "_JOINT_CELLS", 0)
+    monkeypatch.setattr(elimination_order, "_PAID_SETS", 0)
+    monkeypatch.setattr(elimination_order, "_LARGEST_JOINT", 5_000)  # of 12⁴ cells
+    rng = np.random.default_rng(0)
+    costs, states = [rng.random((3, 12)) for _ in range(4)], np.arange(12)
+    edges = [EdgeCosts(0, states, tuple((k, states) for k in (1, 2, 3)), rng.random((3, 12, 12)))]
+    table = eliminate_rows(costs, edges, (0,))
+    for row in range(3):
+        np.testing.assert_allclose(table.cost[row], brute_force(row_of(costs, edges, row), (0,)), rtol=1e-12)
+        assert_attained(row_of(costs, edges, row), table, row)
+    with pytest.raises(TooWide, match="a tensor would have 20736 cells"):
+        eliminate_rows(costs, edges, (1, 2, 3))  # nothing leaves that could take it apart
+    monkeypatch.setattr(elimination_order, "_LARGEST_SPLIT", 20_000)
+    with pytest.raises(TooWide, match="a tensor would have 20736 cells"):
+        eliminate_rows(costs, edges, (0,))
+
+
 def layer_like(seed, rows, num_operators=18, num_choices=7):
     """A chain with shared tensors and residual edges, the shape of a transformer layer."""
     rng = np.random.default_rng(seed)
