@@ -147,8 +147,7 @@ class IntervalComposer:
             if name in leave and name not in entering
         }
         mask = possible[..., None] & has_into.T[:, None] & has_out.T[None]
-        efforts = self.cases.num_devices * np.array([case.microbatches for case in self.cases.cases])
-        return LayerTemplate.of(section, layer, modes, arriving, going, mask, efforts)
+        return LayerTemplate.of(section, layer, modes, arriving, going, mask)
 
     def tables(self, rows: Sequence[Row]) -> dict[str, LayerTables]:
         """Per layer class the tables of these rows."""

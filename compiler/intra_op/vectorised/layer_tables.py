@@ -36,12 +36,8 @@ __all__ = ["TIE", "LayerTables", "LayerTemplate", "Level", "Weights"]
 #: What is above these limits is solved on fewer choices.
 EXACT = Limits(20_000_000, 2.0**24)
 REDUCED = Limits(2**20, 2.0**22)
-#: Bounds of what is too wide: limits on the cells of their tables, …
-RELAXED_CELLS = (2**14, 2**15, 2**17, 2**19, 2**21)
-PROPOSED_CELLS = 2**19  # … that of those that propose choices, …
-#: … and what bounds may lie below the closest ones, at the mean of so many cases.
-RELAXED_LOSS = 0.002
-SAMPLED_CASES = 32
+#: Its bounds come from tables of so many cells, and what proposes choices from larger ones.
+RELAXED_CELLS, PROPOSED_CELLS = 2**14, 2**19
 #: So many sets of choices serve the cases of a layer …
 MOST_GROUPS = 4
 #: … where the ones before lie further above the bounds than this.
@@ -229,17 +225,15 @@ class LayerTemplate:
         into: Mapping[int, np.ndarray],
         out: Mapping[int, np.ndarray],
         possible: np.ndarray,
-        efforts: np.ndarray,
     ) -> LayerTemplate:
-        """Presolve the section and plan its elimination. into, out: operator → its choice by state of that border;
-        efforts: [cases] device-seconds of a step per second of this layer.
+        """Presolve the section and plan its elimination. into, out: operator → its choice by state of that border.
 
         Repeated ops are merged. What is then still too wide keeps the choices that good decisions use, and has bounds
         of its own."""
 
         def presolved(section: CaseSection, place: np.ndarray | None = None) -> _Presolved:
             ends = (into, out) if place is None else (moved_places(into, place), moved_places(out, place))
-            return _Presolved.of(section, layer, tuple(modes), *ends, possible, efforts)
+            return _Presolved.of(section, layer, tuple(modes), *ends, possible)
 
         classes = repeats_of(section)
         if classes is None:
@@ -263,26 +257,19 @@ class LayerTemplate:
         return (self.section, chosen) if self.whole is None else (self.whole[0], [chosen[i] for i in self.whole[1]])
 
     def proposals(self, cases: np.ndarray) -> list[np.ndarray]:
-        """The scores of the choices that might stay (``choice_reduction``), from these cases at ``_two_levels``."""
-        weights = self._two_levels(cases)
+        """The scores of the choices that might stay (``choice_reduction``), from these cases without a price on bytes
+        and at one that makes all bytes cost as much as all seconds."""
+        seconds = sum(float(_typical(terms.seconds)) for terms in self.operators)
+        held = sum(float(_typical(terms.resident)) for terms in self.operators if terms.resident is not None)
+        held += sum(float(_typical(a)) for terms in self.operators for a in _different(terms.saved))
+        levels = [Level(), Level(byte=seconds / held, saved_byte=seconds / held)] if held else [Level()]
+        weights = Weights.of([(case, level) for level in levels for case in cases.tolist()])
 
         def scores(rows: slice) -> list[np.ndarray]:
             return proposals(self._eliminated(weights.part(rows), None, walkable=True))
 
         parts = in_chunks(scores, len(weights.case), chunk_rows(self.recipe))
         return [np.max(some, axis=0) for some in zip(*parts)]
-
-    def sampled_floors(self, cases: np.ndarray) -> np.ndarray:
-        """[2 · cases] the least objectives of these cases at ``_two_levels``, whatever the border states."""
-        return self.floors(self._two_levels(cases)).min(axis=(0, 1))
-
-    def _two_levels(self, cases: np.ndarray) -> Weights:
-        """These cases without a price on bytes, and at one that makes all bytes cost as much as all seconds."""
-        seconds = sum(float(_typical(terms.seconds)) for terms in self.operators)
-        held = sum(float(_typical(terms.resident)) for terms in self.operators if terms.resident is not None)
-        held += sum(float(_typical(a)) for terms in self.operators for a in _different(terms.saved))
-        levels = [Level(), Level(byte=seconds / held, saved_byte=seconds / held)] if held else [Level()]
-        return Weights.of([(case, level) for level in levels for case in cases.tolist()])
 
     def tables(self, weights: Weights) -> LayerTables:
         """The class's tables for these rows."""
@@ -403,7 +390,6 @@ class _Presolved:
     alive: list[np.ndarray]
     links: list[TensorEdges]
     keep: tuple[int, int]
-    efforts: np.ndarray
 
     @staticmethod
     def of(
@@ -413,7 +399,6 @@ class _Presolved:
         into: Mapping[int, np.ndarray],
         out: Mapping[int, np.ndarray],
         possible: np.ndarray,
-        efforts: np.ndarray,
     ) -> _Presolved:
         operators = tuple(_operator_terms(section, i, modes) for i in range(len(section.names)))
         known: dict[tuple[int, ...], np.ndarray] = {}
@@ -426,33 +411,22 @@ class _Presolved:
         corners += [np.zeros((len(border.choices), 1)) for border in borders]  # never compared
         alive, reduced = simplify_links(corners, links, frozenset(keep))
         first = LayerTemplate(section, layer, modes, operators, tensors, numbers, _NO_RECIPE, borders, possible)
-        return _Presolved(first, alive, reduced, keep, efforts)
+        return _Presolved(first, alive, reduced, keep)
 
     def template(self) -> LayerTemplate:
         """The template whose tables are the costs of decisions, exact where that is not too wide."""
         try:
             return replace(self.first, recipe=plan_elimination(self.alive, self.links, self.keep, EXACT))
         except TooWide:
-            return replace(self.first, lower=self._bounds(), groups=self._groups(self._relaxed(PROPOSED_CELLS)))
+            lower, wide = self._relaxed(RELAXED_CELLS), self._relaxed(PROPOSED_CELLS)
+            return replace(self.first, lower=lower, groups=self._groups(wide))
 
     def _relaxed(self, cells: float) -> LayerTemplate:
         return replace(self.first, recipe=plan_relaxation(self.alive, self.links, self.keep, cells))
 
-    def _bounds(self) -> LayerTemplate:
-        """The template of lower bounds by smaller tables: the one of least work of those that are close. How close a
-        limit on the tables brings them follows no rule, so it is measured, in the cases of the least device-seconds."""
-        found = sorted(map(self._relaxed, RELAXED_CELLS), key=lambda one: one.recipe.work)
-        every = Weights.of([(case, Level()) for case in range(self.first.possible.shape[2])])
-        spent_s = found[0].floors(every).min(axis=(0, 1)) * self.efforts
-        bounds = np.array([one.sampled_floors(np.sort(np.argsort(spent_s)[:SAMPLED_CASES])) for one in found])
-        highest = bounds.max(axis=0)
-        known = np.isfinite(highest) & (highest > 0)
-        loss = 1.0 - (bounds[:, known] / highest[known]).sum(axis=1) / max(1, known.sum())
-        return found[int((loss <= RELAXED_LOSS).argmax())]
-
-    def _groups(self, lower: LayerTemplate) -> tuple[tuple[np.ndarray, LayerTemplate], ...]:
+    def _groups(self, wide: LayerTemplate) -> tuple[tuple[np.ndarray, LayerTemplate], ...]:
         """``LayerTemplate.groups``: the choices that are good in all cases, those that are good in the cases where the
-        first ones lie above the bounds, and so on."""
+        first ones lie above the bounds of ``wide``, which proposes them, and so on."""
         num = self.first.possible.shape[2]
         offered = [np.isfinite(terms.seconds) for terms in self.first.operators]
         offered += [np.ones((len(border.choices), num), dtype=bool) for border in self.first.borders]
@@ -460,13 +434,13 @@ class _Presolved:
         def least(template: LayerTemplate, cases: np.ndarray) -> np.ndarray:
             return template.floors(Weights.of([(case, Level()) for case in cases.tolist()])).min(axis=(0, 1))
 
-        bound_s = least(lower, np.arange(num))
+        bound_s = least(wide, np.arange(num))
         left, best_s, group = np.flatnonzero(np.isfinite(bound_s)), np.full(num, np.inf), np.zeros(num, dtype=np.intp)
         found: list[LayerTemplate] = []
         some = left if len(left) else np.arange(num)
         while len(some) and len(found) < MOST_GROUPS:
             possible = [mask[alive][:, some] for mask, alive in zip(offered, self.alive)]
-            recipe = reduced_elimination(self.alive, self.links, self.keep, lower.proposals(some), possible, REDUCED)
+            recipe = reduced_elimination(self.alive, self.links, self.keep, wide.proposals(some), possible, REDUCED)
             found.append(replace(self.first, recipe=recipe))
             now_s = least(found[-1], some)
             better = now_s < best_s[some] * (1 - GROUP_GAIN)
@@ -483,7 +457,7 @@ class _Presolved:
         try:
             return replace(self.first, recipe=plan_elimination(self.alive, self.links, self.keep, REDUCED))
         except TooWide:
-            return self._bounds()
+            return self._relaxed(RELAXED_CELLS)
 
 
 @dataclass(frozen=True, eq=False)

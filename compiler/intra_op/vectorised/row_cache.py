@@ -220,12 +220,9 @@ def column_digests(template: LayerTemplate) -> list[bytes]:
     for first in range(0, num, most):
         columns = np.concatenate([array[:, first : first + most] for array in flat], dtype=np.float64).T
         digests += [_digest([structure, column]) for column in columns]
-    lower = template.lower
-    if lower is None:
+    if template.lower is None:
         return digests
-    if lower.section is template.section:  # the same columns
-        return [_digest([repr(lower.recipe.work).encode(), one]) for one in digests]
-    return [_digest(pair) for pair in zip(digests, column_digests(lower))]
+    return [_digest(pair) for pair in zip(digests, column_digests(template.lower))]
 
 
 def row_key(
